@@ -1,0 +1,137 @@
+"""From trained rows to packed micro-batches: a plan made once for all ranks, and the packing that each rank does.
+
+The plan depends on (group, member) order and on token counts only, never on arrival order, so that a step on a
+fixed seed sums the same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindspeed_asyncflow.errors import ConfigError
+from mindspeed_asyncflow.records import MicroBatch, TrainSample
+
+
+@dataclass(frozen=True, slots=True)
+class RowInfo:
+    """What the plan needs to know of a row."""
+
+    row: int
+    group_id: int
+    member: int
+    tokens: int  # prompt + response
+
+
+def plan(
+    rows: Sequence[RowInfo], data_parallel: int, max_tokens: int, count_multiple: int = 1
+) -> list[list[list[int]]]:
+    """Row handles as [replica][micro-batch][row].
+
+    Replicas get equal token loads (longest first onto the lightest), rows keep (group, member) order inside a
+    replica, micro-batches hold at most `max_tokens` tokens, and every replica has the same number of them (empty
+    ones at the end), a multiple of `count_multiple`: ranks that meet in collectives never wait for one another.
+    Raises ConfigError when one row alone exceeds `max_tokens`.
+    """
+    ordered = sorted(rows, key=lambda r: (r.group_id, r.member))
+    longest = max((r.tokens for r in ordered), default=0)
+    if longest > max_tokens:
+        raise ConfigError(f"a sample has {longest} tokens; raise trainer.micro_batch_tokens (now {max_tokens})")
+    replicas = _cut(_balance(ordered, data_parallel), max_tokens)
+    count = max(1, *(len(r) for r in replicas))
+    count += -count % count_multiple
+    return [r + [[] for _ in range(count - len(r))] for r in replicas]
+
+
+def _balance(ordered: Sequence[RowInfo], data_parallel: int) -> list[list[RowInfo]]:
+    if data_parallel == 1:
+        return [list(ordered)]
+    loads = [0] * data_parallel
+    shares: list[list[RowInfo]] = [[] for _ in range(data_parallel)]
+    for r in sorted(ordered, key=lambda r: (-r.tokens, r.group_id, r.member)):
+        lightest = min(range(data_parallel), key=lambda i: (loads[i], len(shares[i]), i))
+        loads[lightest] += r.tokens
+        shares[lightest].append(r)
+    return [sorted(s, key=lambda r: (r.group_id, r.member)) for s in shares]
+
+
+def _cut(shares: list[list[RowInfo]], max_tokens: int) -> list[list[list[int]]]:
+    out = []
+    for share in shares:
+        batches: list[list[int]] = []
+        used = max_tokens + 1
+        for r in share:
+            if used + r.tokens > max_tokens:
+                batches.append([])
+                used = 0
+            batches[-1].append(r.row)
+            used += r.tokens
+        out.append(batches)
+    return out
+
+
+def pack(samples: Sequence[TrainSample]) -> MicroBatch:
+    """Put samples back to back without padding.
+
+    A sample of P prompt and L response tokens takes P+L-1 positions: the last token is only ever a target. The loss
+    mask follows the lengths that the engine reported, never a search for a pad or EOS id. No samples give one
+    position of weight zero, so that a rank without rows still joins every collective.
+    """
+    if not samples:
+        return _empty()
+    lengths = np.array([s.tokens - 1 for s in samples], dtype=np.int64)  # [S]
+    cu = np.zeros(len(samples) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=cu[1:])
+    total = int(cu[-1])
+    tokens = np.concatenate([x for s in samples for x in (s.prompt_ids, s.response_ids)]).astype(np.int64)
+    ends = np.cumsum(lengths + 1)  # [S] past the last token of each sample in `tokens`
+    keep = np.ones(len(tokens), dtype=bool)
+    keep[ends - 1] = False
+    is_target = np.ones(len(tokens), dtype=bool)
+    is_target[np.concatenate([[0], ends[:-1]])] = False
+    sample_index = np.repeat(np.arange(len(samples), dtype=np.int32), lengths)
+    positions = np.arange(total, dtype=np.int64) - np.repeat(cu[:-1], lengths)
+    first_response = np.array([len(s.prompt_ids) - 1 for s in samples], dtype=np.int64)
+    mask = (positions >= np.repeat(first_response, lengths)).astype(np.float32)
+    answer = mask > 0
+    for s, start in zip(samples, cu[:-1] + first_response):
+        if s.loss_mask is not None:
+            mask[start : start + len(s.response_ids)] = s.loss_mask
+    logprobs = np.zeros(total, dtype=np.float32)
+    logprobs[answer] = np.concatenate([s.rollout_logprobs for s in samples])
+    reference = None
+    if samples[0].ref_logprobs is not None:
+        reference = np.zeros(total, dtype=np.float32)
+        reference[answer] = np.concatenate([s.ref_logprobs for s in samples])
+    advantages = np.repeat(np.array([s.advantage for s in samples], dtype=np.float32), lengths) * (mask > 0)
+    return MicroBatch(
+        input_ids=tokens[keep],
+        positions=positions,
+        cu_seqlens=cu,
+        targets=tokens[is_target],
+        loss_mask=mask,
+        rollout_logprobs=logprobs * (mask > 0),
+        advantages=advantages,
+        sample_index=sample_index,
+        rows=np.array([s.row for s in samples], dtype=np.int64),
+        ref_logprobs=reference,
+    )
+
+
+def _empty() -> MicroBatch:
+    zero = np.zeros(1, dtype=np.float32)
+    one_id = np.zeros(1, dtype=np.int64)
+    return MicroBatch(
+        input_ids=one_id,
+        positions=one_id.copy(),
+        cu_seqlens=np.array([0, 1], dtype=np.int32),
+        targets=one_id.copy(),
+        loss_mask=zero,
+        rollout_logprobs=zero.copy(),
+        advantages=zero.copy(),
+        sample_index=np.zeros(1, dtype=np.int32),
+        rows=np.array([-1], dtype=np.int64),
+        ref_logprobs=None,
+    )

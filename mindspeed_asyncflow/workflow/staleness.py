@@ -1,0 +1,61 @@
+"""The one law of staleness, and the window that makes it likely.
+
+    lag(sample) = trainer version that consumes it - version that sampled its OLDEST token
+    law:          lag <= max_lag for every trained token
+
+The trainer version rises by one per global batch. The law is *guaranteed* in one place: the claim of the `train`
+task passes `oldest_allowed()` as its bound, and the controller drops what is older. Admission only makes drops rare:
+batch j (the prompts of step j) may be issued once `j <= version + max_lag`, so that at most (max_lag + 1) batches
+are between issue and training.
+
+Why that suffices when every replica loads version v before it samples for a batch issued after v was published:
+batch j is issued at version >= j - max_lag and trained at version j, so its lag is at most max_lag. Example with
+max_lag 1: batches 0 and 1 are issued at version 0, batch 2 at version 1, batch 3 at version 2: iterations sample with
+versions 0, 0, 1, 2 and train at 0, 1, 2, 3, a lag of 0 once and 1 ever after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+
+class StalenessWindow:
+    """Counts what is in flight and opens the door for the next batch. Lives in the driver's event loop."""
+
+    def __init__(self, max_lag: int, version: int = 0) -> None:
+        self.max_lag = max_lag
+        self.version = version  # of the newest published weights; equals the step trained next
+        self.issued = 0  # samples
+        self.trained = 0  # samples
+        self.dropped: Counter[str] = Counter()  # samples by reason
+        self._opened = asyncio.Condition()
+
+    @property
+    def open(self) -> int:
+        """Samples issued and neither trained nor dropped."""
+        return self.issued - self.trained - sum(self.dropped.values())
+
+    def may_issue(self, batch: int) -> bool:
+        return batch <= self.version + self.max_lag
+
+    def oldest_allowed(self) -> int:
+        """The bound that the claim of the `train` task enforces."""
+        return self.version - self.max_lag
+
+    def batches_allowed(self, issued_batches: int) -> int:
+        """How many more batches may be issued now."""
+        return max(0, self.version + self.max_lag + 1 - issued_batches)
+
+    async def wait_to_issue(self, batch: int) -> None:
+        """Wait until `batch` may be issued; what unblocks it is `advance`."""
+        async with self._opened:
+            await self._opened.wait_for(lambda: self.may_issue(batch))
+
+    async def advance(self, version: int) -> None:
+        """Weights of `version` are published: admission of the next batch may go on."""
+        if version != self.version + 1:
+            raise ValueError(f"version must rise by one per global batch: {self.version} -> {version}")
+        async with self._opened:
+            self.version = version
+            self._opened.notify_all()
