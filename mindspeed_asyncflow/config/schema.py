@@ -94,7 +94,9 @@ class TrainerConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["vllm", "reference"] = Field("vllm", description="vllm: vLLM / vllm-ascend; reference: plain torch.")
+    engine: Literal["vllm", "reference"] = Field(
+        "vllm", description="vllm: vLLM / vllm-ascend; reference: plain torch."
+    )
     replicas: int = Field(1, ge=1, description="Independent engines.")
     tensor_parallel: int = Field(1, ge=1, description="TP size of one replica.")
     max_new_tokens: int = Field(5, ge=1, description="Longest answer.")
@@ -119,13 +121,17 @@ class WorkflowConfig(Section):
     update: Literal["delayed"] = Field("delayed", description="New weights are loaded at the replica's next boundary.")
     overlap: bool = Field(True, description="false: one task at a time (for comparison); needs max_lag 0.")
     groups_per_step: int = Field(32, ge=1, description="Prompt groups per optimizer step.")
-    probe_answers: int = Field(8, ge=0, description="Fixed answers scored by trainer and engine at each version; 0: off.")
+    probe_answers: int = Field(
+        8, ge=0, description="Fixed answers scored by trainer and engine at each version; 0: off."
+    )
     watchdog_s: float = Field(120.0, gt=0, description="No progress for this long stops the run.")
     start_timeout_s: float = Field(240.0, gt=0, description="Deadline for all workers to start.")
 
 
 class EvaluationConfig(Section):
-    every: int | None = Field(None, ge=1, description="Evaluate held-out prompts every N steps; always at start and end.")
+    every: int | None = Field(
+        None, ge=1, description="Evaluate held-out prompts every N steps; always at start and end."
+    )
     prompts: int = Field(400, ge=0, description="Held-out prompts used; 0: no evaluation.")
 
 

@@ -1,0 +1,148 @@
+"""All dotted keys of the settings, and the nearest right key for a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, get_args, get_origin
+
+from mindspeed_asyncflow.config.schema import Config, Section
+
+# What other toolkits call these settings. Only names that are not within a few letters of ours need to be here.
+ALIASES = {
+    "learning_rate": "trainer.lr",
+    "warmup_steps": "trainer.lr_warmup_steps",
+    "lr_scheduler_type": "trainer.lr_decay",
+    "max_grad_norm": "trainer.grad_clip",
+    "clip_grad": "trainer.grad_clip",
+    "train_iters": "trainer.steps",
+    "max_steps": "trainer.steps",
+    "total_steps": "trainer.steps",
+    "num_steps": "trainer.steps",
+    "save_freq": "trainer.save_every",
+    "save_interval": "trainer.save_every",
+    "tp": "trainer.tensor_parallel",
+    "pp": "trainer.pipeline_parallel",
+    "dp": "trainer.data_parallel",
+    "cp": "trainer.context_parallel",
+    "ep": "trainer.expert_parallel",
+    "tensor_model_parallel_size": "trainer.tensor_parallel",
+    "pipeline_model_parallel_size": "trainer.pipeline_parallel",
+    "context_parallel_size": "trainer.context_parallel",
+    "expert_model_parallel_size": "trainer.expert_parallel",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
+    "n": "algorithm.group_size",
+    "rollout_n": "algorithm.group_size",
+    "num_generations": "algorithm.group_size",
+    "n_samples_per_prompt": "algorithm.group_size",
+    "kl_coeff": "algorithm.kl_coef",
+    "kl_loss_coef": "algorithm.kl_coef",
+    "beta": "algorithm.kl_coef",
+    "adv_estimator": "algorithm.advantage",
+    "epsilon": "algorithm.clip_low",
+    "clip_ratio": "algorithm.clip_low",
+    "clip_ratio_low": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "clip_ratio_high": "algorithm.clip_high",
+    "loss_agg_mode": "algorithm.aggregation",
+    "batch_size": "workflow.groups_per_step",
+    "train_batch_size": "workflow.groups_per_step",
+    "global_batch_size": "workflow.groups_per_step",
+    "staleness": "workflow.max_lag",
+    "max_staleness": "workflow.max_lag",
+    "eta": "workflow.max_lag",
+    "max_tokens": "rollout.max_new_tokens",
+    "max_response_length": "rollout.max_new_tokens",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_num_seqs": "rollout.max_running",
+    "dataset": "data.task",
+    "train_files": "data.task",
+    "model_path": "model.source",
+    "model_name_or_path": "model.source",
+    "tokenizer_name_or_path": "model.source",
+    "test_freq": "evaluation.every",
+    "eval_steps": "evaluation.every",
+    "eval_interval": "evaluation.every",
+    "device": "run.platform",
+    "output_dir": "run.folder",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KeyDoc:
+    """One setting, as the documentation and the resolved dump show it."""
+
+    path: str
+    type: str
+    default: Any
+    description: str
+
+
+def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) is None:
+        return getattr(annotation, "__name__", str(annotation))
+    return str(annotation).replace("typing.", "").replace("NoneType", "null")
+
+
+def sections() -> dict[str, type[Section]]:
+    """Section name to its class, in the order of the schema."""
+    return {name: type(field.default) for name, field in Config.model_fields.items()}
+
+
+def describe_keys() -> list[KeyDoc]:
+    """Every setting with type, default and description, in the order of the schema."""
+    docs = []
+    for section, cls in sections().items():
+        for name, field in cls.model_fields.items():
+            default = field.get_default(call_default_factory=True)
+            docs.append(KeyDoc(f"{section}.{name}", _type_name(field.annotation), default, field.description or ""))
+    return docs
+
+
+@cache
+def all_paths() -> tuple[str, ...]:
+    return tuple(doc.path for doc in describe_keys())
+
+
+def is_open_mapping(path: str) -> bool:
+    """True where a setting is itself a mapping with free keys (`data.options`)."""
+    section, _, name = path.partition(".")
+    cls = sections().get(section)
+    field = cls.model_fields.get(name) if cls else None
+    return field is not None and any(get_origin(a) is dict for a in (field.annotation, *get_args(field.annotation)))
+
+
+def _candidates(path: str) -> Iterator[str]:
+    """Possible meanings of an unknown path, the most likely first."""
+    section, _, rest = path.lower().replace("-", "_").rpartition(".")
+    top = section.split(".")[0]
+    own = [p for p in all_paths() if p.startswith(top + ".")] if top else []
+    if rest in ALIASES:
+        # `tensor_parallel_size` under `trainer` means the trainer's own, whatever the alias says.
+        yield from (p for p in own if p.rpartition(".")[2] == ALIASES[rest].rpartition(".")[2])
+        yield ALIASES[rest]
+    yield from (p for p in all_paths() if p.rpartition(".")[2] == rest)
+    for pool, cutoff in ((own, 0.6), (list(all_paths()), 0.7)):
+        leaves = {p.rpartition(".")[2]: p for p in reversed(pool)}
+        yield from (leaves[leaf] for leaf in difflib.get_close_matches(rest, list(leaves), n=1, cutoff=cutoff))
+    yield from difflib.get_close_matches(path, all_paths(), n=1, cutoff=0.6)
+
+
+def nearest(path: str, is_section: bool = False) -> str | None:
+    """The valid path that `path` most likely means; None when nothing is close.
+
+    `is_section`: the value under `path` is a mapping, so at the top level a section is meant.
+    """
+    names = list(sections())
+    if is_section and "." not in path:
+        return next(iter(difflib.get_close_matches(path.lower(), names, n=1, cutoff=0.6)), None)
+    top, _, rest = path.partition(".")
+    if rest and top not in sections():
+        close = difflib.get_close_matches(top.lower(), names, n=1, cutoff=0.7)
+        if close and f"{close[0]}.{rest}" in all_paths():
+            return f"{close[0]}.{rest}"
+    return next(_candidates(path), None)

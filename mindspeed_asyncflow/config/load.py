@@ -1,0 +1,137 @@
+"""From a YAML file and `a.b=c` overrides to a validated Config. Several mistakes are reported together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+
+from mindspeed_asyncflow.config import keys, yamlfile
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Read `path`, put each `section.key=value` of `overrides` (value in YAML) over it, and validate.
+
+    Raises ConfigError that lists every mistake with its line or override and the nearest right key.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file; examples are in configs/") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a UTF-8 text file: {error}") from None
+    return parse_config(text, overrides, name=str(path))
+
+
+def parse_config(text: str, overrides: Iterable[str] = (), name: str = "configuration") -> Config:
+    """As `load_config`, for YAML text; `name` opens the error message."""
+    try:
+        data, lines, mistakes = yamlfile.parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    origins = {key: f"line {line}" for key, line in lines.items()}
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{name}: a mapping of sections is expected ({', '.join(keys.sections())}), not {data!r}")
+    data = {key: {} if value is None and key in keys.sections() else value for key, value in data.items()}
+    for override in overrides:
+        _apply(data, override, origins, mistakes)
+    config = None
+    try:
+        # JSON mode in strict form: a list may become a tuple, but `true` is no number and "8" is no integer.
+        config = Config.model_validate_json(json.dumps(data), strict=True)
+    except pydantic.ValidationError as error:
+        mistakes += _explain(error, origins)
+    except ValueError as error:
+        mistakes.append(str(error))
+    if config is None or mistakes:
+        head = f"{name}: {len(mistakes)} mistake{'s' if len(mistakes) != 1 else ''} in the settings"
+        raise ConfigError("\n  ".join([head, *mistakes]))
+    return config
+
+
+def _apply(data: dict[str, Any], override: str, origins: dict[str, str], mistakes: list[str]) -> None:
+    dotted, equals, text = override.partition("=")
+    dotted = dotted.strip()
+    parts = dotted.split(".")
+    if not equals or not all(parts):
+        mistakes.append(f"--set {override}: expected section.key=value, such as trainer.lr=1e-4")
+        return
+    try:
+        value, _, wrong = yamlfile.parse(text)
+    except ConfigError as error:
+        value, wrong = None, [str(error)]
+    if wrong:
+        mistakes += [f"--set {override}: {problem}" for problem in wrong]
+        return
+    node = data
+    for part in parts[:-1]:
+        child = node.get(part)
+        if child is not None and not isinstance(child, dict):
+            mistakes.append(f"--set {override}: {part} is {child!r}, it has no keys inside")
+            return
+        # A copy: YAML aliases may share one mapping between two places.
+        node[part] = dict(child or {})
+        node = node[part]
+    node[parts[-1]] = value
+    origins[dotted] = f"--set {override}"
+
+
+def _explain(error: pydantic.ValidationError, origins: dict[str, str]) -> list[str]:
+    """One line per wrong key, in the order of the schema."""
+    said: dict[str, str] = {}
+    for item in error.errors(include_url=False):
+        loc = [str(part) for part in item["loc"]]
+        # Deeper parts than section.key are list positions and union branches; below an open mapping the key counts.
+        path = ".".join(loc[: 3 if keys.is_open_mapping(".".join(loc[:2])) else 2])
+        origin = next((origins[p] for p in (path, loc[0] if loc else "") if p in origins), "")
+        prefix = f"{origin}: " if origin else ""
+        if path in said:
+            continue
+        if item["type"] == "extra_forbidden":
+            said[path] = prefix + _unknown(path, item["input"])
+        else:
+            message = item["msg"].replace("Input should be", "must be").replace("Value error, ", "")
+            said[path] = f"{prefix}{path} = {_short(item['input'])}: {message}"
+    return list(said.values())
+
+
+def _unknown(path: str, value: Any) -> str:
+    is_section = isinstance(value, dict)
+    near = keys.nearest(path, is_section)
+    if near:
+        return f"{path} is not a setting; did you mean {near}?"
+    section = path.partition(".")[0]
+    if "." in path and section in keys.sections():
+        return f"{path} is not a setting; {section} has {', '.join(keys.sections()[section].model_fields)}"
+    return f"{path} is not a setting; the sections are {', '.join(keys.sections())}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def dump_resolved(config: Config) -> str:
+    """The whole configuration as YAML with each key's description; `load_config` reads it back to an equal Config."""
+    described = {doc.path: doc.description for doc in keys.describe_keys()}
+    out = []
+    for section, values in config.model_dump(mode="json").items():
+        out.append(f"{section}:")
+        for name, value in values.items():
+            line = f"  {name}: {_inline(value)}"
+            out.append(f"{line:<44}  # {described[f'{section}.{name}']}")
+    return "\n".join(out) + "\n"
+
+
+def _inline(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).strip()
+    return text.removesuffix("...").strip()

@@ -1,0 +1,126 @@
+"""Every mistake in a settings file is answered, all together, with the nearest right key."""
+
+import pytest
+
+from mindspeed_asyncflow.config import Config, dump_resolved, load_config, parse_config
+from mindspeed_asyncflow.config.keys import all_paths
+from mindspeed_asyncflow.errors import ConfigError
+
+
+def mistakes(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("learning_rate: 1e-4", "trainer.lr"),
+        ("trainer: {learning_rate: 1e-4}", "trainer.lr"),
+        ("algorithm: {kl_coeff: 0.1}", "algorithm.kl_coef"),
+        ("batch_size: 8", "workflow.groups_per_step"),
+        ("rollout: {n: 8}", "algorithm.group_size"),
+        ("rollout_n: 8", "algorithm.group_size"),
+        ("trainer: {group_size: 8}", "algorithm.group_size"),
+        ("workflow: {maxlag: 1}", "workflow.max_lag"),
+        ("trainer: {tensor_parallel_size: 2}", "trainer.tensor_parallel"),
+        ("rollout: {tensor_parallel_size: 2}", "rollout.tensor_parallel"),
+        ("rolout: {replicas: 2}", "rollout"),
+        ("Trainer: {lr: 1}", "trainer"),
+        ("lr: 1", "trainer.lr"),
+    ],
+)
+def test_unknown_or_misplaced_key_names_the_nearest_right_one(text, meant):
+    """B95"""
+    assert mistakes(text).rstrip().endswith(f"did you mean {meant}?")
+
+
+@pytest.mark.parametrize("path", all_paths())
+def test_every_key_is_refused_when_mistyped_and_when_at_the_wrong_level(path):
+    """B95: no key is dropped in silence."""
+    section, leaf = path.split(".")
+    assert f"did you mean {path}?" in mistakes(f"{section}: {{{leaf}x: 1}}")
+    assert f"line 1: {leaf} is not a setting" in mistakes(f"{leaf}: 1")
+    assert f"{path}x is not a setting" in mistakes("", f"{path}x=1")
+
+
+def test_all_mistakes_are_reported_together_with_line_and_value():
+    message = mistakes("trainer:\n  lr: fast\n  stepps: 3\nrollout:\n  replicas: 0\n", "workflow.max_lag=-1")
+    assert "4 mistakes" in message
+    assert "line 2: trainer.lr = 'fast': must be a valid number" in message
+    assert "line 3: trainer.stepps is not a setting; did you mean trainer.steps?" in message
+    assert "line 5: rollout.replicas = 0" in message
+    assert "--set workflow.max_lag=-1: workflow.max_lag = -1" in message
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("algorithm.group_size", "true"),
+        ("algorithm.group_size", "1.5"),
+        ("algorithm.group_size", "'8'"),
+        ("trainer.recompute", "1"),
+        ("trainer.recompute", "'False'"),
+        ("trainer.lr", "'1e-6'"),
+        ("workflow.groups_per_step", "-8"),
+        ("trainer.betas", "[0.9]"),
+        ("trainer.lr", ".nan"),
+        ("trainer.lr", ".inf"),
+        ("trainer.lr", "null"),
+        ("rollout.engine", "sglang"),
+        ("data.task", "2026"),
+        ("trainer", "3"),
+        ("run.name", "../x"),
+    ],
+)
+def test_wrong_type_or_value_names_the_key(setting, value):
+    """B95"""
+    assert setting in mistakes("", f"{setting}={value}").partition(": ")[2]
+
+
+def test_exponent_without_a_dot_is_a_number():
+    config = parse_config("trainer: {lr: 1e-6, grad_clip: 2E3}", ["algorithm.advantage_eps=5e-7"])
+    assert (config.trainer.lr, config.trainer.grad_clip, config.algorithm.advantage_eps) == (1e-6, 2e3, 5e-7)
+
+
+def test_duplicate_keys_are_refused_with_both_lines():
+    message = mistakes("trainer:\n  lr: 1e-4\n  steps: 2\n  lr: 1e-5\n")
+    assert "line 4: trainer.lr is given twice, first on line 2" in message
+
+
+def test_overrides_win_over_the_file_and_the_last_one_wins():
+    config = parse_config(
+        "trainer: {steps: 3}",
+        ["trainer.steps=4", "trainer.steps=5", "data.options.digits=1", "trainer.betas=[0.8, 0.9]"],
+    )
+    assert config.trainer.steps == 5
+    assert config.data.options == {"digits": 1}
+    assert config.trainer.betas == (0.8, 0.9)
+
+
+@pytest.mark.parametrize("override", ["trainer.lr", "=3", ".lr=3", "trainer.=3", "trainer.lr.x=3"])
+def test_malformed_override_is_refused(override):
+    assert override in mistakes("trainer: {lr: 1e-4}", override)
+
+
+@pytest.mark.parametrize("text", ["- a\n", "trainer: [", "trainer: !!python/object:os.system {}", "a: &x [*x]", "7"])
+def test_text_that_is_no_settings_mapping_is_refused(text):
+    mistakes(text)
+
+
+def test_missing_file_names_the_file(tmp_path):
+    with pytest.raises(ConfigError, match="no such configuration file"):
+        load_config(tmp_path / "nothing.yaml")
+
+
+def test_empty_sections_and_empty_files_mean_the_defaults():
+    assert parse_config("") == parse_config("trainer:\n") == Config()
+
+
+def test_resolved_dump_reads_back_equal_and_describes_every_key():
+    config = parse_config("data: {task: 'jsonl:a: b.jsonl', options: {ops: ['+', '-']}}", ["trainer.lr=1e-6"])
+    text = dump_resolved(config)
+    assert parse_config(text) == config
+    assert all("  # " in line for line in text.splitlines() if line.startswith("  "))
+    assert len([line for line in text.splitlines() if line.startswith("  ")]) == len(all_paths())
