@@ -53,3 +53,7 @@ class WorkerLost(AsyncFlowError):
 
 class RunFailed(AsyncFlowError):
     """The run stopped; the root error is the cause of this one."""
+
+
+class MetricError(AsyncFlowError):
+    """A metric name is not in the table, its parts do not fit, or a summary does not add up."""

@@ -1,0 +1,107 @@
+"""The folder that a run leaves behind. Only this file knows what is where in it."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_asyncflow.errors import PlatformError
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run. `create` makes a new folder; `RunFolder(path)` looks at an old one."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, base: Path | str, name: str, config_yaml: str) -> RunFolder:
+        """Make `base/name-YYYYmmdd-HHMMSS[-n]` with the resolved config in it and point `base/latest` there.
+
+        Raises `PlatformError` naming `run.folder` where this cannot be written.
+        """
+        base = Path(base)
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            folder = cls(_unique(base, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+            for part in (folder.trace, folder.samples):
+                part.mkdir()
+            folder.config.write_text(config_yaml, encoding="utf-8")
+            _point_latest(base, folder.path.name)
+        except OSError as error:
+            raise PlatformError(
+                f"cannot make a run folder in {base.absolute()}: {error.strerror or error}; set run.folder to a folder "
+                "that can be written"
+            ) from error
+        return folder
+
+    @property
+    def config(self) -> Path:
+        """Resolved configuration, YAML."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per line and step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def trace(self) -> Path:
+        """One event file per process, and `trace.json` once merged."""
+        return self.path / "trace"
+
+    @property
+    def samples(self) -> Path:
+        """Readable answers, one text file per step."""
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def hf(self) -> Path:
+        """The trained policy as a Hugging Face folder."""
+        return self.path / "hf"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def log(self) -> Path:
+        """Full log of all processes."""
+        return self.path / "log.txt"
+
+
+def _unique(base: Path, stem: str) -> Path:
+    for attempt in range(1, 1000):
+        path = base / (stem if attempt == 1 else f"{stem}-{attempt}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path.absolute()
+    raise FileExistsError(f"{stem}: 999 runs in one second")
+
+
+def _point_latest(base: Path, target: str) -> None:
+    """Switch the link in one step, so that a reader never sees it missing."""
+    link = base / "latest"
+    temporary = base / f".latest-{os.getpid()}-{target}"
+    os.symlink(target, temporary)
+    try:
+        os.replace(temporary, link)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

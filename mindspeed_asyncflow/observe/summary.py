@@ -1,0 +1,148 @@
+"""`summary.json`: the figures of a whole run, checked for balance, and the same in words."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mindspeed_asyncflow.errors import MetricError
+from mindspeed_asyncflow.observe.run_folder import RunFolder
+
+REQUIRED = (
+    "reward_first",
+    "reward_last",
+    "heldout_greedy",
+    "steps",
+    "wall_s",
+    "max_lag",
+    "samples_issued",
+    "samples_trained",
+    "samples_dropped",
+    "samples_open",
+    "rollout_train_logprob_gap_max",
+)
+"""Keys of every summary. Further ones that are shown where present: `error` (root error of a failed run), `heldout_first`,
+`dropped_by_reason` {reason: answers}, `lag_histogram` {lag: answers}, `samples_per_s`, `tokens_per_s`,
+`trainer_idle_share`, `rollout_idle_share`, `task`, `model`."""
+
+_COUNTS = ("steps", "samples_issued", "samples_trained", "samples_dropped", "samples_open")
+
+
+def check_summary(summary: Mapping[str, Any]) -> None:
+    """Raise `MetricError` when a required key is missing, a count is not a natural number, or the ledger does not balance.
+
+    Measured values may be None where nothing was measured (a run that failed early, evaluation switched off).
+    """
+    missing = [key for key in REQUIRED if key not in summary]
+    if missing:
+        raise MetricError(f"summary lacks {', '.join(missing)}")
+    for key in _COUNTS:
+        value = summary[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise MetricError(f"summary: {key} must be a count, got {value!r}")
+    for key in REQUIRED:
+        value = summary[key]
+        if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
+            raise MetricError(f"summary: {key} must be a finite number or null, got {value!r}")
+    issued, trained = summary["samples_issued"], summary["samples_trained"]
+    dropped, still_open = summary["samples_dropped"], summary["samples_open"]
+    if issued != trained + dropped + still_open:
+        raise MetricError(
+            f"summary: samples_issued {issued} != trained {trained} + dropped {dropped} + open {still_open}; "
+            "a sample was lost or counted twice"
+        )
+    reasons = summary.get("dropped_by_reason")
+    if reasons is not None and sum(reasons.values()) != dropped:
+        raise MetricError(f"summary: dropped_by_reason {dict(reasons)} does not add up to samples_dropped {dropped}")
+
+
+def write_summary(folder: RunFolder, summary: Mapping[str, Any]) -> Path:
+    """Check `summary` and write `summary.json` in one step: a reader sees the old file or the whole new one."""
+    check_summary(summary)
+    temporary = folder.summary.with_suffix(".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(dict(summary), file, indent=2, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder.summary)
+    return folder.summary
+
+
+def closing_words(summary: Mapping[str, Any], folder: Path | str | None = None) -> str:
+    """What happened, in a few plain lines; `folder`: where the results lie."""
+    get = summary.get
+    lines = [_opening(summary)]
+    first, last = get("reward_first"), get("reward_last")
+    if first is not None and last is not None:
+        lines.append(f"Reward went from {_num(first)} to {_num(last)}{_trend(first, last)}.")
+    if get("heldout_greedy") is not None:
+        before = f" (before training {_num(get('heldout_first'))})" if get("heldout_first") is not None else ""
+        lines.append(f"Greedy answers to held-out prompts score {_num(get('heldout_greedy'))}{before}.")
+    speed = [f"{_num(get(key))} {unit}" for key, unit in (("samples_per_s", "answers/s"), ("tokens_per_s", "tokens/s"))
+             if get(key) is not None]  # fmt: skip
+    idle = [f"{side} idle {get(key):.0%}" for key, side in
+            (("trainer_idle_share", "trainer"), ("rollout_idle_share", "rollout")) if get(key) is not None]  # fmt: skip
+    if speed or idle:
+        lines.append("Speed: " + ", ".join(speed + idle) + ".")
+    lines.append(_ledger(summary))
+    if get("rollout_train_logprob_gap_max") is not None:
+        lines.append(
+            f"At equal weights, trainer and rollout differ by at most {get('rollout_train_logprob_gap_max'):.1e} nat "
+            "per token."
+        )
+    if folder is not None:
+        lines.append(f"Results: {folder}")
+        lines.append(_next_look(summary))
+    return "\n".join(lines)
+
+
+def _opening(summary: Mapping[str, Any]) -> str:
+    steps, took = summary.get("steps", 0), duration(summary.get("wall_s"))
+    what = f"{summary.get('model', 'the policy')} on {summary['task']}" if summary.get("task") else "the policy"
+    if summary.get("error"):
+        return f"The run FAILED after {steps} steps and {took}: {summary['error']}"
+    return f"Trained {what} for {steps} steps in {took}."
+
+
+def _trend(first: float, last: float) -> str:
+    if last > first + 0.02:
+        return ""
+    return ", worse than at the start" if last < first - 0.02 else ", about the same: the policy did not learn"
+
+
+def _ledger(summary: Mapping[str, Any]) -> str:
+    dropped = summary.get("samples_dropped", 0)
+    reasons = {name: n for name, n in (summary.get("dropped_by_reason") or {}).items() if n}
+    why = f" ({', '.join(f'{name} {n}' for name, n in sorted(reasons.items()))})" if reasons else ""
+    lag = f" The oldest token trained on was {summary['max_lag']} version(s) old." if summary.get("max_lag") else ""
+    return (
+        f"{summary.get('samples_issued', 0)} answers were asked for: {summary.get('samples_trained', 0)} trained, "
+        f"{dropped} dropped{why}, {summary.get('samples_open', 0)} still open at the end.{lag}"
+    )
+
+
+def _next_look(summary: Mapping[str, Any]) -> str:
+    if summary.get("error"):
+        return "Look next: log.txt for the whole error, report.html for what went on before it."
+    return "Look next: report.html for the curves, samples/ for answers, hf/ for the trained policy."
+
+
+def duration(seconds: float | None) -> str:
+    """`85.2` -> `1 min 25 s`."""
+    if seconds is None:
+        return "an unknown time"
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _num(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,229 @@
+"""The one table of metrics: each row has a name, a unit, a reducer, a definition and, where one exists, verl's name.
+
+`docs/metrics.md` is generated from here. A new metric is one new row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Reducer = Literal["mean", "sum", "max", "min", "last", "ess"]
+
+TOKENS = "actor/tokens_count"
+SAMPLES = "samples_count"
+GROUPS = "groups_count"
+WEIGHT = "actor/loss_weight_sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    Workers send *parts* that can be merged in any order: `part` is the key of the numerator (or of the value itself)
+    and `per` the key of the denominator of a mean. `last` metrics have one owner and travel under their own name.
+    """
+
+    name: str
+    unit: str
+    reducer: Reducer
+    per: str  # "" where there is no denominator
+    alias: str
+    definition: str
+
+    @property
+    def part(self) -> str:
+        """Key of the part. Mean: `a/b` and `a/b/mean` and `a/b_mean` -> `a/b_sum`; other reducers end in their word."""
+        if self.reducer == "mean":
+            stem = self.name[:-5] if self.name.endswith(("/mean", "_mean")) else self.name
+            return stem + "_sum"
+        if self.reducer in ("max", "min"):
+            return self.name if self.name.endswith(self.reducer) else f"{self.name}_{self.reducer}"
+        if self.reducer == "sum":
+            return self.name if self.name.endswith(("_sum", "_count")) else self.name + "_sum"
+        return self.name
+
+
+def _three(prefix: str, unit: str, what: str, per: str, alias: str = "") -> tuple[Metric, ...]:
+    return tuple(
+        Metric(
+            f"{prefix}/{reducer}",
+            unit,
+            reducer,
+            per if reducer == "mean" else "",
+            f"{alias}/{reducer}" if alias else "",
+            f"{word} {what}",
+        )
+        for reducer, word in (("mean", "Mean"), ("max", "Largest"), ("min", "Smallest"))
+    )
+
+
+def _timing(name: str, definition: str, alias: str = "") -> Metric:
+    return Metric(f"timing_s/{name}", "s", "max", "", alias, definition + " Slowest rank or replica.")
+
+
+# fmt: off
+METRICS: tuple[Metric, ...] = (
+    # reward
+    *_three("reward", "score", "score in the global batch, before any KL term.", SAMPLES, "critic/score"),
+    Metric("reward/std", "score", "last", "", "",
+           "Standard deviation of the score over the global batch."),
+    Metric("reward/zero_std_fraction", "share", "mean", GROUPS, "",
+           "Share of prompt groups whose answers all scored the same: they give no gradient."),
+    Metric("reward/abstained_fraction", "share", "mean", SAMPLES, "",
+           "Share of answers that the scorer gave no score."),
+    *_three("advantage", "1", "advantage over trained response tokens.", TOKENS, "critic/advantages"),
+    # policy
+    Metric("actor/loss", "1", "mean", WEIGHT, "",
+           "The number whose gradient is taken: policy loss and KL term, aggregated as `algorithm.aggregation` says."),
+    Metric("actor/pg_loss", "1", "mean", TOKENS, "actor/pg_loss",
+           "Policy loss without the KL term, mean over trained response tokens."),
+    Metric("actor/kl_loss", "nat", "mean", TOKENS, "actor/kl_loss",
+           "KL estimate to the reference policy per trained response token, before `algorithm.kl_coef`."),
+    Metric("actor/entropy", "nat", "mean", TOKENS, "actor/entropy",
+           "Entropy of the policy per trained response token."),
+    Metric("actor/ppo_kl", "nat", "mean", TOKENS, "actor/ppo_kl",
+           "Mean of -(log pi - log pi_old) per trained response token."),
+    Metric("actor/pg_clipfrac", "share", "mean", TOKENS, "actor/pg_clipfrac",
+           "Share of trained response tokens where the clipped term wins."),
+    Metric("actor/pg_clipfrac_low", "share", "mean", TOKENS, "",
+           "Part of `actor/pg_clipfrac` at the lower bound."),
+    Metric("actor/pg_clipfrac_high", "share", "mean", TOKENS, "",
+           "Part of `actor/pg_clipfrac` at the upper bound."),
+    Metric("actor/pg_clipfrac_lower", "share", "mean", TOKENS, "actor/pg_clipfrac_lower",
+           "Share of trained response tokens bounded by `algorithm.dual_clip`."),
+    Metric("actor/ratio_mean", "1", "mean", TOKENS, "",
+           "Mean of pi / pi_old per trained response token."),
+    Metric("actor/ratio_max", "1", "max", "", "",
+           "Largest pi / pi_old of a trained response token."),
+    Metric("actor/ratio_min", "1", "min", "", "",
+           "Smallest pi / pi_old of a trained response token."),
+    Metric("actor/grad_norm", "1", "last", "", "actor/grad_norm",
+           "Gradient norm before clipping."),
+    Metric("actor/lr", "1", "last", "", "actor/lr",
+           "Learning rate of this step."),
+    Metric(TOKENS, "tokens", "sum", "", "",
+           "Trained response tokens of the global batch."),
+    Metric(WEIGHT, "1", "sum", "", "",
+           "What the summed loss is divided by: tokens or answers, as `algorithm.aggregation` says."),
+    Metric(SAMPLES, "answers", "sum", "", "",
+           "Answers in the global batch."),
+    Metric(GROUPS, "groups", "sum", "", "",
+           "Prompt groups in the global batch."),
+    # trainer against rollout
+    Metric("rollout_corr/kl", "nat", "mean", TOKENS, "rollout_corr/kl",
+           "Mean of log mu - log pi per trained response token; mu sampled the token, pi is the trainer that "
+           "consumes it. Grows with lag."),
+    Metric("rollout_corr/k3_kl", "nat", "mean", TOKENS, "rollout_corr/k3_kl",
+           "Mean of exp(x) - x - 1 with x = log pi - log mu."),
+    Metric("rollout_corr/abs_diff_mean", "nat", "mean", TOKENS, "",
+           "Mean of |log pi - log mu|."),
+    Metric("rollout_corr/abs_diff_max", "nat", "max", "", "",
+           "Largest |log pi - log mu| of a trained response token."),
+    Metric("rollout_corr/is_mean", "1", "mean", TOKENS, "rollout_corr/rollout_is_mean",
+           "Mean importance weight pi / mu after truncation."),
+    Metric("rollout_corr/is_max", "1", "max", "", "rollout_corr/rollout_is_max",
+           "Largest importance weight after truncation."),
+    Metric("rollout_corr/is_min", "1", "min", "", "rollout_corr/rollout_is_min",
+           "Smallest importance weight after truncation."),
+    Metric("rollout_corr/is_sq_mean", "1", "mean", TOKENS, "",
+           "Mean squared importance weight after truncation."),
+    Metric("rollout_corr/is_clipfrac", "share", "mean", TOKENS, "rollout_corr/rollout_is_ratio_fraction_high",
+           "Share of tokens whose weight was cut at `algorithm.tis_cap`."),
+    Metric("rollout_corr/is_eff_sample_size", "share", "ess", TOKENS, "rollout_corr/rollout_is_eff_sample_size",
+           "(sum w)^2 / (n sum w^2) over the truncated weights w of n tokens: 1 means that all count alike."),
+    # staleness
+    Metric("staleness/mean", "versions", "mean", SAMPLES, "training/off_policy/trajectory_staleness/mean",
+           "Trainer version that consumes an answer minus the version that sampled its newest token."),
+    Metric("staleness/max", "versions", "max", "", "training/off_policy/trajectory_staleness/max",
+           "Largest such lag in the global batch."),
+    Metric("staleness/worst_mean", "versions", "mean", SAMPLES, "training/off_policy/trajectory_staleness_worst/mean",
+           "The same lag, counted from the oldest token."),
+    Metric("staleness/worst_max", "versions", "max", "", "training/off_policy/trajectory_staleness_worst/max",
+           "Largest lag counted from the oldest token; `workflow.max_lag` bounds this one."),
+    Metric("staleness/version_span_mean", "versions", "mean", SAMPLES, "training/off_policy/trajectory_spans/mean",
+           "Policy versions inside one answer."),
+    Metric("staleness/version_span_max", "versions", "max", "", "training/off_policy/trajectory_spans/max",
+           "Most policy versions inside one answer."),
+    # queues and idle time
+    Metric("queue/rollout", "answers", "last", "", "",
+           "Prompts that wait for a rollout replica when the step ends."),
+    Metric("queue/reward", "answers", "last", "", "",
+           "Answers that wait for a score when the step ends."),
+    Metric("queue/train", "answers", "last", "", "",
+           "Scored answers that wait for the trainer when the step ends. Always 0: rollout is the limit; always "
+           "full: the trainer is."),
+    Metric("queue/wait_s_mean", "s", "mean", SAMPLES, "",
+           "Time an answer waited between its last token and the trainer."),
+    Metric("queue/wait_s_max", "s", "max", "", "",
+           "Longest such wait."),
+    Metric("idle/trainer", "share", "last", "", "trainer/idle_ratio",
+           "Share of wall time since the previous step in which the trainer had nothing to do."),
+    Metric("idle/rollout", "share", "last", "", "rollouter/idle_ratio",
+           "The same for rollout: no request running in a replica, mean over replicas."),
+    # throughput: the clock is wall time between the ends of two steps
+    Metric("perf/samples_per_s", "answers/s", "last", "", "",
+           "Trained answers per second of wall time."),
+    Metric("perf/tokens_per_s", "tokens/s", "last", "", "perf/throughput",
+           "Prompt and response tokens trained per second of wall time, all devices."),
+    Metric("perf/gen_tokens_per_s", "tokens/s", "last", "", "",
+           "Response tokens generated per second of wall time."),
+    Metric("perf/host_memory_bytes", "bytes", "last", "", "",
+           "Resident memory of all processes of the run."),
+    _timing("step", "Wall time of the step.", "timing_s/step"),
+    _timing("wait_batch", "Trainer waited for answers."),
+    _timing("forward_backward", "Forward and backward passes.", "timing_s/update_actor"),
+    _timing("optim_step", "Gradient reduction, clipping and optimizer."),
+    _timing("old_logprobs", "Log-probabilities of the proximal policy.", "timing_s/old_log_prob"),
+    _timing("reference", "Log-probabilities of the reference policy.", "timing_s/ref"),
+    _timing("gen", "Generation of the step's answers.", "timing_s/gen"),
+    _timing("reward", "Scoring, from first answer to last score.", "timing_s/reward"),
+    _timing("advantage", "Advantages.", "timing_s/adv"),
+    _timing("update_weights", "Rollout stood still for new weights: the exposed part only.", "timing_s/update_weights"),
+    _timing("eval", "Evaluation on held-out prompts.", "timing_s/testing"),
+    _timing("checkpoint", "Writing a checkpoint.", "timing_s/save_checkpoint"),
+    # lengths
+    *_three("response_length", "tokens", "response length.", SAMPLES, "response_length"),
+    Metric("response_length/clip_ratio", "share", "mean", SAMPLES, "response_length/clip_ratio",
+           "Share of answers that ended at `rollout.max_new_tokens`."),
+    *_three("prompt_length", "tokens", "prompt length.", SAMPLES, "prompt_length"),
+    # weights
+    Metric("weight_sync/publish_s", "s", "last", "", "",
+           "Trainer wrote one version to the relay."),
+    Metric("weight_sync/load_s", "s", "max", "", "",
+           "A replica loaded one version; slowest replica."),
+    Metric("weight_sync/bytes", "bytes", "last", "", "",
+           "Size of one version."),
+    Metric("weight_sync/version", "versions", "last", "", "",
+           "Newest version that every replica serves."),
+    Metric("weight_sync/probe_gap_max", "nat", "max", "", "",
+           "Largest |log pi - log mu| on the fixed probe answers, trainer and engine at the same version: numerical "
+           "difference only."),
+    # data and ledger
+    Metric("data/epoch", "passes", "last", "", "training/epoch",
+           "Pass over the training prompts that the newest prompt belongs to."),
+    Metric("samples/issued", "answers", "last", "", "",
+           "Prompt rows issued since the start."),
+    Metric("samples/trained", "answers", "last", "", "",
+           "Answers trained since the start."),
+    Metric("samples/dropped", "answers", "last", "", "",
+           "Answers dropped since the start, for any reason."),
+    Metric("samples/dropped_stale", "answers", "last", "", "",
+           "Dropped because the lag law would have been broken."),
+    Metric("samples/dropped_reward", "answers", "last", "", "",
+           "Dropped because scoring failed, abstained or timed out."),
+    Metric("samples/dropped_other", "answers", "last", "", "",
+           "Dropped for another reason."),
+    Metric("samples/open", "answers", "last", "", "",
+           "Issued, neither trained nor dropped yet."),
+    Metric("train/skipped_steps", "steps", "last", "", "",
+           "Steps skipped since the start because a gradient was not finite."),
+    Metric("train/microbatches", "1", "last", "", "",
+           "Micro-batches of this step, all data-parallel replicas."),
+    # evaluation
+    Metric("eval/heldout_greedy", "score", "last", "", "",
+           "Mean score of greedy answers to held-out prompts."),
+    Metric("eval/version", "versions", "last", "", "",
+           "Policy version that `eval/heldout_greedy` measured."),
+)
+# fmt: on

@@ -1,0 +1,84 @@
+"""What is written while a run goes on: metrics (JSON lines and TensorBoard) and samples as text."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_asyncflow.observe.metrics import check_names
+from mindspeed_asyncflow.observe.run_folder import RunFolder
+
+
+class MetricsWriter:
+    """One line of `metrics.jsonl` and one TensorBoard step per call; both are on disk when `write` returns."""
+
+    def __init__(self, folder: RunFolder, tensorboard: bool = True):
+        self._file = open(folder.metrics, "a", encoding="utf-8")  # noqa: SIM115
+        self._events: Any = None
+        if tensorboard:
+            # TensorBoard's own writer: torch.utils.tensorboard would load torch into the driver.
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            self._events = EventFileWriter(str(folder.tensorboard))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """`step`: 0-based. Raises `MetricError` for a name outside the table. Not-finite values become null in JSON."""
+        check_names(metrics)
+        now = time.time()
+        record: dict[str, float | int | None] = {"step": step, "time": round(now, 3)}
+        for name, value in metrics.items():
+            record[name] = float(value) if math.isfinite(value) else None
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            self._write_events(step, now, metrics)
+
+    def _write_events(self, step: int, now: float, metrics: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+        self._events.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
+        self._events.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+@dataclass(frozen=True, slots=True)
+class SampleText:
+    """One answer as a reader sees it. `lag`: trainer version minus version of the oldest token."""
+
+    version: int
+    prompt: str
+    answer: str
+    reward: float
+    truth: str
+    lag: int
+
+
+class SamplesWriter:
+    """Appends answers to `samples/step_000003.txt`."""
+
+    def __init__(self, folder: RunFolder):
+        self._folder = folder.samples
+        self._folder.mkdir(exist_ok=True)
+
+    def write(self, step: int, sample: SampleText) -> None:
+        text = (
+            f"--- step {step} | version {sample.version} | lag {sample.lag} | reward {sample.reward:g}\n"
+            f"prompt: {_block(sample.prompt)}\nanswer: {_block(sample.answer)}\ntruth:  {_block(sample.truth)}\n\n"
+        )
+        with open(self._folder / f"step_{step:06d}.txt", "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+
+
+def _block(text: str) -> str:
+    """Further lines are indented under the first, so that an answer cannot look like the next record."""
+    return text.replace("\r\n", "\n").replace("\n", "\n        ")
