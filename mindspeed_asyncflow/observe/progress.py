@@ -146,7 +146,9 @@ class Progress:
             head = f"{self._paint('█' * full, _GREEN)}{self._paint('░' * (bar_width - full), _DIM)}  {head}"
         else:
             head = head[:width]
-        lines, row, used = [head], [], 0
+        lines = [head]
+        row: list[str] = []
+        used = 0
         for key, value in self._fields():
             size = len(key) + 1 + len(value)
             if row and used + 3 + size > width:

@@ -25,15 +25,15 @@ REQUIRED = (
     "samples_open",
     "rollout_train_logprob_gap_max",
 )
-"""Keys of every summary. Further ones that are shown where present: `error` (root error of a failed run), `heldout_first`,
-`dropped_by_reason` {reason: answers}, `lag_histogram` {lag: answers}, `samples_per_s`, `tokens_per_s`,
+"""Keys of every summary. Further ones that are shown where present: `error` (root error of a failed run),
+`heldout_first`, `dropped_by_reason` {reason: answers}, `lag_histogram` {lag: answers}, `samples_per_s`, `tokens_per_s`,
 `trainer_idle_share`, `rollout_idle_share`, `task`, `model`."""
 
 _COUNTS = ("steps", "samples_issued", "samples_trained", "samples_dropped", "samples_open")
 
 
 def check_summary(summary: Mapping[str, Any]) -> None:
-    """Raise `MetricError` when a required key is missing, a count is not a natural number, or the ledger does not balance.
+    """Raise `MetricError` when a key is missing, a count is not a natural number, or the ledger does not balance.
 
     Measured values may be None where nothing was measured (a run that failed early, evaluation switched off).
     """
@@ -81,9 +81,10 @@ def closing_words(summary: Mapping[str, Any], folder: Path | str | None = None) 
     if first is not None and last is not None:
         lines.append(f"Reward went from {_num(first)} to {_num(last)}{_trend(first, last)}.")
     if get("heldout_greedy") is not None:
-        before = f" (before training {_num(get('heldout_first'))})" if get("heldout_first") is not None else ""
-        lines.append(f"Greedy answers to held-out prompts score {_num(get('heldout_greedy'))}{before}.")
-    speed = [f"{_num(get(key))} {unit}" for key, unit in (("samples_per_s", "answers/s"), ("tokens_per_s", "tokens/s"))
+        before = f" (before training {_num(summary['heldout_first'])})" if get("heldout_first") is not None else ""
+        lines.append(f"Greedy answers to held-out prompts score {_num(summary['heldout_greedy'])}{before}.")
+    speed = [f"{_num(summary[key])} {unit}" for key, unit in
+             (("samples_per_s", "answers/s"), ("tokens_per_s", "tokens/s"))
              if get(key) is not None]  # fmt: skip
     idle = [f"{side} idle {get(key):.0%}" for key, side in
             (("trainer_idle_share", "trainer"), ("rollout_idle_share", "rollout")) if get(key) is not None]  # fmt: skip

@@ -44,6 +44,9 @@ class Metric:
         return self.name
 
 
+_WORDS: tuple[tuple[Reducer, str], ...] = (("mean", "Mean"), ("max", "Largest"), ("min", "Smallest"))
+
+
 def _three(prefix: str, unit: str, what: str, per: str, alias: str = "") -> tuple[Metric, ...]:
     return tuple(
         Metric(
@@ -54,7 +57,7 @@ def _three(prefix: str, unit: str, what: str, per: str, alias: str = "") -> tupl
             f"{alias}/{reducer}" if alias else "",
             f"{word} {what}",
         )
-        for reducer, word in (("mean", "Mean"), ("max", "Largest"), ("min", "Smallest"))
+        for reducer, word in _WORDS
     )
 
 

@@ -1,7 +1,7 @@
 """Spans of all processes, each process in its own file, joined into one Chrome trace (chrome://tracing, Perfetto).
 
-A line of `trace/<process>-<pid>.jsonl` is one event `[kind, lane, name, start_us, dur_us, args]`; the first line names the
-process. Times are microseconds of the epoch from a clock that never runs backwards inside a process.
+A line of `trace/<process>-<pid>.jsonl` is one event `[kind, lane, name, start_us, dur_us, args]`; the first line names
+the process. Times are microseconds of the epoch from a clock that never runs backwards inside a process.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class Tracer:
             self._file = None
 
     def _add(self, kind: str, lane: str, name: str, start: int, end: int, args: dict[str, Any]) -> None:
-        self._events.append((kind, lane, name, start, end - start, args))
+        with self._lock:
+            self._events.append((kind, lane, name, start, end - start, args))
         if end > self._flush_at:
             self.flush()
 
