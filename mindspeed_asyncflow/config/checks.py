@@ -1,0 +1,168 @@
+"""What can be known to be wrong before any worker starts: rules between settings, and between settings and machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mindspeed_asyncflow.config import feasibility
+from mindspeed_asyncflow.config.machine import Machine
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing to mend (`error`: the run would not work) or to know (`warning`)."""
+
+    level: Literal["error", "warning"]
+    keys: tuple[str, ...]  # settings to turn
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.level}: {', '.join(self.keys)}: {self.message}"
+
+
+def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = None) -> list[Finding]:
+    """All findings, errors first. `model` is the Hugging Face config of `model.source`, where it is known already."""
+    rules = (_algorithm, _batches, _data, _rollout, _trainer)
+    found = [Finding(*f) for rule in rules for f in rule(config)]
+    found += [Finding(*f) for f in feasibility.findings(config, machine, model)]
+    return sorted(found, key=lambda finding: finding.level != "error")
+
+
+def require(config: Config, machine: Machine, model: Mapping[str, Any] | None = None) -> list[Finding]:
+    """Raise ConfigError that lists every error; return the warnings."""
+    found = check(config, machine, model)
+    errors = [finding for finding in found if finding.level == "error"]
+    if errors:
+        lines = [f"{len(errors)} setting{'s' if len(errors) > 1 else ''} cannot work", *(str(e) for e in errors)]
+        raise ConfigError("\n  ".join(lines))
+    return found
+
+
+Raw = tuple[Literal["error", "warning"], tuple[str, ...], str]
+
+
+def _algorithm(c: Config) -> Iterator[Raw]:
+    a, w = c.algorithm, c.workflow
+    if a.group_size < 2:
+        yield (
+            "error",
+            ("algorithm.group_size", "algorithm.advantage"),
+            f"{a.advantage} compares the answers of one prompt with each other, so one answer never learns; "
+            "set algorithm.group_size to 2 or more",
+        )
+    if w.max_lag > 0 and a.loss == "reinforce" and a.tis_cap is None:
+        yield (
+            "warning",
+            ("algorithm.loss", "algorithm.tis_cap"),
+            f"samples may be {w.max_lag} versions old and nothing corrects for it; set algorithm.tis_cap (such as 2.0)",
+        )
+    if a.loss == "ppo_clip" and a.clip_high < a.clip_low:
+        yield "warning", ("algorithm.clip_high",), "clip_high below clip_low lets the policy only unlearn; usual is >="
+
+
+def _batches(c: Config) -> Iterator[Raw]:
+    w, t = c.workflow, c.trainer
+    if w.groups_per_step % t.data_parallel:
+        yield (
+            "error",
+            ("workflow.groups_per_step", "trainer.data_parallel"),
+            f"{w.groups_per_step} prompt groups cannot be divided over {t.data_parallel} data-parallel ranks; "
+            f"take {_multiple(w.groups_per_step, t.data_parallel)} groups",
+        )
+    if t.stream_groups and w.groups_per_step % t.stream_groups:
+        yield (
+            "error",
+            ("workflow.groups_per_step", "trainer.stream_groups"),
+            f"{w.groups_per_step} prompt groups cannot be taken {t.stream_groups} at a time; "
+            f"take a divisor of {w.groups_per_step} or leave stream_groups out",
+        )
+    if not w.overlap and w.max_lag:
+        yield (
+            "error",
+            ("workflow.overlap", "workflow.max_lag"),
+            f"one task at a time is on-policy: with overlap false, max_lag must be 0, not {w.max_lag}",
+        )
+
+
+def _multiple(value: int, divisor: int) -> int:
+    return max(divisor, round(value / divisor) * divisor)
+
+
+def _data(c: Config) -> Iterator[Raw]:
+    d, groups = c.data, c.workflow.groups_per_step
+    training = d.size - d.heldout
+    if training < 1:
+        yield "error", ("data.heldout", "data.size"), f"{d.heldout} held-out prompts of {d.size} leave none to train on"
+        return
+    per_epoch = training // groups if d.drop_last else -(-training // groups)
+    if per_epoch == 0:
+        yield (
+            "error",
+            ("data.size", "data.heldout", "workflow.groups_per_step", "data.drop_last"),
+            f"{training} training prompts < {groups} groups per step, and drop_last leaves them out: no step at all",
+        )
+    elif per_epoch * d.epochs < c.trainer.steps:
+        yield (
+            "error",
+            ("trainer.steps", "data.epochs", "data.size"),
+            f"data ends after {per_epoch * d.epochs} steps ({training} training prompts, {d.epochs} epochs, "
+            f"{groups} groups per step) but {c.trainer.steps} are asked; "
+            f"raise data.epochs to {-(-c.trainer.steps // per_epoch)}",
+        )
+    if c.evaluation.prompts > d.heldout:
+        yield (
+            "warning",
+            ("evaluation.prompts", "data.heldout"),
+            f"only {d.heldout} prompts are held out, {c.evaluation.prompts} are asked; the {d.heldout} are used",
+        )
+
+
+def _rollout(c: Config) -> Iterator[Raw]:
+    r = c.rollout
+    if r.top_p < 1:
+        yield "error", ("rollout.top_p",), f"is {r.top_p}: the trainer's log-probabilities would not match; must be 1.0"
+    if r.top_k != -1:
+        yield "error", ("rollout.top_k",), f"is {r.top_k}: the trainer's log-probabilities would not match; must be -1"
+    longest = c.data.max_prompt_tokens + r.max_new_tokens
+    if c.trainer.micro_batch_tokens < longest:
+        yield (
+            "error",
+            ("trainer.micro_batch_tokens", "data.max_prompt_tokens", "rollout.max_new_tokens"),
+            f"the longest sample has {longest} tokens and does not fit into {c.trainer.micro_batch_tokens}",
+        )
+    need = feasibility.arena_bytes(c)
+    if need > c.dock.arena_mb << 20:
+        yield (
+            "error",
+            ("dock.arena_mb", "workflow.groups_per_step", "algorithm.group_size", "workflow.max_lag"),
+            f"{(c.workflow.max_lag + 1) * c.samples_per_step} samples of at most {longest} tokens are under way "
+            f"and need {-(-need >> 20) or 1} MiB, {c.dock.arena_mb} are given",
+        )
+
+
+def _trainer(c: Config) -> Iterator[Raw]:
+    t = c.trainer
+    if not all(0 <= beta < 1 for beta in t.betas):
+        yield "error", ("trainer.betas",), f"{list(t.betas)}: both must be at least 0 and below 1"
+    if t.virtual_pipeline and t.pipeline_parallel == 1:
+        yield (
+            "error",
+            ("trainer.virtual_pipeline", "trainer.pipeline_parallel"),
+            "virtual stages divide a pipeline rank; set pipeline_parallel to 2 or more",
+        )
+    if t.sequence_parallel and t.tensor_parallel == 1:
+        yield (
+            "error",
+            ("trainer.sequence_parallel", "trainer.tensor_parallel"),
+            "the sequence is split over the tensor-parallel ranks; set tensor_parallel to 2 or more",
+        )
+    if t.lr_warmup_steps >= t.steps:
+        yield (
+            "warning",
+            ("trainer.lr_warmup_steps", "trainer.steps"),
+            f"the rate rises over {t.lr_warmup_steps} steps and only {t.steps} are run: it never reaches trainer.lr",
+        )

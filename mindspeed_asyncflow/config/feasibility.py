@@ -1,0 +1,202 @@
+"""Does the run fit this machine: devices, cores, memory, ports, files, libraries. Estimates err on the low side, so
+that a refusal is right; what the run really takes is measured in its metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from mindspeed_asyncflow.config.machine import MIB, Machine
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.errors import ConfigError
+
+Raw = tuple[Literal["error", "warning"], tuple[str, ...], str]
+
+# Head sizes for which vLLM's CPU attention has a kernel.
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+# More processes than this per core make no progress worth having: start-up alone passes every deadline.
+MAX_PROCESSES_PER_CPU = 8
+# Resident memory of an idle process on CPU, measured with torch 2.13 and vLLM 0.27.
+TRAINER_RANK_BYTES = 600 * MIB
+REPLICA_BYTES = {"vllm": 1600 * MIB, "reference": 500 * MIB}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+ROW_BYTES = 512  # per sample beside its tokens: truth, status, allocator rounding
+
+
+def on_npu(config: Config, machine: Machine) -> bool:
+    """Whether the run will use NPUs."""
+    return config.run.platform == "npu" or (config.run.platform == "auto" and machine.npus > 0)
+
+
+def arena_bytes(config: Config) -> int:
+    """Upper bound of the payload that one warehouse holds: every sample under way at its longest."""
+    # Prompt ids, then per answer token: id, rollout log-prob, reference log-prob (4 bytes each) and the loss mask.
+    per_sample = 4 * config.data.max_prompt_tokens + 13 * config.rollout.max_new_tokens + ROW_BYTES
+    return (config.workflow.max_lag + 1) * config.samples_per_step * per_sample
+
+
+def model_config(config: Config) -> dict[str, Any] | None:
+    """The Hugging Face config of a model folder; None where the model is generated or comes from a package.
+
+    Raises ConfigError where the folder or its config.json is missing or unreadable.
+    """
+    source = config.model.source
+    if source.startswith(("builtin:", "package:")):
+        return None
+    path = Path(source) / "config.json"
+    if not path.parent.is_dir():
+        raise ConfigError(f"{source}: no such folder; give a Hugging Face model folder, builtin:NAME or package:NAME")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing: {source} is not a Hugging Face model folder") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def parameter_count(model: Mapping[str, Any]) -> int:
+    """Parameters of a Qwen-like decoder from its Hugging Face config, without biases and norms."""
+    hidden, layers = model["hidden_size"], model["num_hidden_layers"]
+    heads, kv_heads = model["num_attention_heads"], model.get("num_key_value_heads", model["num_attention_heads"])
+    attention = hidden * head_size(model) * (2 * heads + 2 * kv_heads)
+    experts = model.get("num_experts") or 1
+    width = model.get("moe_intermediate_size", 0) if experts > 1 else model["intermediate_size"]
+    embeddings = model["vocab_size"] * hidden * (1 if model.get("tie_word_embeddings") else 2)
+    return embeddings + layers * (attention + 3 * hidden * width * experts)
+
+
+def head_size(model: Mapping[str, Any]) -> int:
+    return model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+
+
+def findings(config: Config, machine: Machine, model: Mapping[str, Any] | None) -> Iterator[Raw]:
+    """Errors and warnings as (level, keys, message)."""
+    yield from _files(config)
+    if model is None:
+        try:
+            model = model_config(config)
+        except ConfigError as error:
+            yield "error", ("model.source",), str(error)
+    yield from _devices(config, machine)
+    yield from _libraries(config, machine)
+    yield from _memory(config, machine, model)
+    if config.dock.port and not machine.port_is_free(config.dock.port):
+        message = f"port {config.dock.port} is in use; take another, or 0 for any free one"
+        yield "error", ("dock.port",), message
+    if model is not None and config.rollout.engine == "vllm" and not on_npu(config, machine):
+        size = head_size(model)
+        if size not in VLLM_CPU_HEADS:
+            yield (
+                "error",
+                ("model.source", "rollout.engine"),
+                f"head size {size} has no vLLM kernel on CPU ({', '.join(map(str, VLLM_CPU_HEADS))}); "
+                "rollout.engine: reference takes any",
+            )
+
+
+def _files(config: Config) -> Iterator[Raw]:
+    kind, _, file = config.data.task.partition(":")
+    if kind == "jsonl" and not Path(file).is_file():
+        yield "error", ("data.task",), f"{file or '(no name)'}: no such file"
+    for key, folder in (("run.folder", config.run.folder), ("model.cache", config.model.cache)):
+        blocked = [p for p in (Path(folder), *Path(folder).parents) if p.exists() and not p.is_dir()]
+        if blocked:
+            yield "error", (key,), f"{blocked[0]} is a file; a folder is needed"
+
+
+def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
+    t, r = config.trainer, config.rollout
+    rollout_ranks = r.replicas * r.tensor_parallel
+    keys = (
+        *(f"trainer.{axis}_parallel" for axis in ("tensor", "pipeline", "context", "data")),
+        "rollout.replicas",
+        "rollout.tensor_parallel",
+    )
+    made_of = f"{t.world_size} trainer ranks + {r.replicas} rollout replicas x {r.tensor_parallel}"
+    ranks = t.world_size + rollout_ranks
+    if on_npu(config, machine):
+        if ranks > machine.npus:
+            yield "error", ("run.platform", *keys), f"{ranks} NPUs wanted ({made_of}), {machine.npus} available"
+        return
+    for key, threads in (("trainer.threads", t.threads), ("rollout.threads", r.threads)):
+        if threads > machine.cpus:
+            yield "error", (key,), f"{threads} CPUs wanted by each process, {machine.cpus} available"
+    if config.run.ray_cpus and config.run.ray_cpus > machine.cpus:
+        yield "error", ("run.ray_cpus",), f"{config.run.ray_cpus:g} CPUs wanted, {machine.cpus} available"
+    limit = MAX_PROCESSES_PER_CPU * machine.cpus
+    processes = ranks + config.reward.workers
+    if processes > limit:
+        yield (
+            "error",
+            (*keys, "reward.workers"),
+            f"{processes} processes wanted ({made_of}, {config.reward.workers} scorers), at most {limit} make sense "
+            f"on the {machine.cpus} CPUs available",
+        )
+    wanted = t.world_size * t.threads + rollout_ranks * r.threads
+    if machine.cpus < wanted <= limit:
+        yield "warning", keys, f"{wanted} CPUs wanted ({made_of}), {machine.cpus} available: they take turns"
+
+
+def _libraries(config: Config, machine: Machine) -> Iterator[Raw]:
+    wanted = [("rollout.engine", "vllm", "or set rollout.engine: reference")] if config.rollout.engine == "vllm" else []
+    kind, _, name = config.model.source.partition(":")
+    if kind == "package":
+        wanted.append(("model.source", name, "scripts/launch_qwen_grpo.sh installs it on demand"))
+    if config.data.task.startswith("reasoning_gym:"):
+        wanted.append(("data.task", "reasoning_gym", "scripts/launch_qwen_grpo.sh installs it on demand"))
+    for key, module, fix in wanted:
+        if not machine.has_module(module):
+            yield "error", (key,), f"the Python module {module} is not installed here; {fix}"
+
+
+def memory_bytes(config: Config, machine: Machine, model: Mapping[str, Any] | None) -> dict[str, int]:
+    """Least host memory by kind, in bytes; weights only where the model is known (on NPU they live on devices)."""
+    t, r = config.trainer, config.rollout
+    parts = {
+        "trainer processes": t.world_size * TRAINER_RANK_BYTES,
+        "rollout processes": r.replicas * r.tensor_parallel * REPLICA_BYTES[r.engine],
+        "dock arena": config.dock.arena_mb * MIB,
+    }
+    count = parameter_count(model) if model else 0
+    width = DTYPE_BYTES[config.model.dtype]
+    # Three versions in the relay.
+    parts["weight relay"] = 3 * count * width
+    if not on_npu(config, machine):
+        parts["key/value caches"] = r.replicas * r.kv_cache_mb * MIB
+        parts["rollout weights"] = r.replicas * count * width
+        # Per replica of the model: weights, fp32 gradients and two moments, and fp32 masters beside bf16 weights.
+        per_parameter = width + 12 + (4 if width == 2 else 0)
+        parts["trainer weights, gradients, optimizer"] = t.data_parallel * t.context_parallel * count * per_parameter
+    return parts
+
+
+def _memory(config: Config, machine: Machine, model: Mapping[str, Any] | None) -> Iterator[Raw]:
+    parts = memory_bytes(config, machine, model)
+    need = sum(parts.values())
+    keys = ("rollout.replicas", "rollout.kv_cache_mb", "trainer.data_parallel", "dock.arena_mb", "model.source")
+    listing = ", ".join(f"{name} {size / MIB:.0f}" for name, size in parts.items() if size)
+    text = f"{need / MIB:.0f} MiB of memory wanted ({listing})"
+    if need > machine.memory_bytes:
+        yield "error", keys, f"{text}, the machine has {machine.memory_bytes / MIB:.0f}"
+    elif need > machine.free_memory_bytes:
+        yield "warning", keys, f"{text}, {machine.free_memory_bytes / MIB:.0f} MiB free at the moment"
+    shared = parts["dock arena"] + parts["weight relay"]
+    if shared > machine.shm_bytes:
+        yield (
+            "error",
+            ("dock.arena_mb", "model.source"),
+            f"{shared / MIB:.0f} MiB of shared memory wanted, {machine.shm_bytes / MIB:.0f} free in /dev/shm",
+        )
+    if model is not None:
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        kv_heads = model.get("num_key_value_heads", model["num_attention_heads"])
+        per_token = 2 * model["num_hidden_layers"] * kv_heads * head_size(model) * DTYPE_BYTES[config.model.dtype]
+        if longest * per_token > config.rollout.kv_cache_mb * MIB:
+            yield (
+                "error",
+                ("rollout.kv_cache_mb", "data.max_prompt_tokens", "rollout.max_new_tokens"),
+                f"one sample of {longest} tokens needs {longest * per_token / MIB:.0f} MiB of key/value cache, "
+                f"{config.rollout.kv_cache_mb} are given",
+            )

@@ -1,0 +1,85 @@
+"""What this machine offers, read with the standard library only: no device library is loaded for a check."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One node. Ports and modules are asked when needed; tests replace the numbers."""
+
+    cpus: int
+    npus: int
+    memory_bytes: int  # in all
+    free_memory_bytes: int
+    shm_bytes: int  # free in shared memory
+    disk_bytes: int  # free where runs are written
+
+    def port_is_free(self, port: int) -> bool:
+        """True where a server can listen on `port` now, on every address."""
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                return False
+        return True
+
+    def has_module(self, name: str) -> bool:
+        """True where `import name` would find something; nothing is imported."""
+        return name in sys.modules or importlib.util.find_spec(name) is not None
+
+
+def probe(folder: str | Path = ".") -> Machine:
+    """This machine; `folder` is where runs will be written (its nearest existing parent is measured)."""
+    total, free = _memory()
+    place = Path(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    shm = Path("/dev/shm")
+    return Machine(
+        cpus=_cpus(),
+        npus=len(glob.glob("/dev/davinci[0-9]*")),
+        memory_bytes=total,
+        free_memory_bytes=free,
+        shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else 0,
+        disk_bytes=shutil.disk_usage(place).free,
+    )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+def _cpus() -> int:
+    """Cores that this process may use: affinity, and the quota of its container."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").strip().partition(" ")
+    if quota.isdigit() and period.isdigit():
+        cpus = min(cpus, max(1, round(int(quota) / int(period))))
+    return cpus
+
+
+def _memory() -> tuple[int, int]:
+    """Total and available bytes, the container's limit included."""
+    rows = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
+    total, free = (int(rows.get(key, "0 kB").split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    if limit.isdigit():
+        used = _read("/sys/fs/cgroup/memory.current").strip()
+        total = min(total, int(limit))
+        free = min(free, int(limit) - int(used or 0))
+    return total, free
