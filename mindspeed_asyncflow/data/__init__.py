@@ -1,0 +1,1 @@
+"""Tasks, prompt sets, tokenizers and model folders."""

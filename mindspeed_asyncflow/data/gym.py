@@ -1,0 +1,54 @@
+"""Procedural tasks of the optional `reasoning-gym` library."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from types import ModuleType
+from typing import Any
+
+from mindspeed_asyncflow.data.problem import Problem
+from mindspeed_asyncflow.errors import DataError
+
+
+class ReasoningGym:
+    """Questions and scores of one reasoning-gym dataset; `options` are the dataset's own.
+
+    Scores are the dataset's and not 0/1 everywhere: some give 0.01 for a well-formed wrong answer.
+    """
+
+    def __init__(self, dataset: str, **options: Any) -> None:
+        self.name = f"reasoning_gym:{dataset}"
+        self.dataset, self.options = dataset, options
+        self._library = _load_library()
+        self._made: Any = None
+
+    def problems(self, size: int, seed: int) -> list[Problem]:
+        items = self._create(size=size, seed=seed)
+        return [Problem(prompt=item["question"], truth=json.dumps(item, default=str)) for item in items]
+
+    def score(self, text: str, truth: str, finished: bool) -> float:
+        """An answer inside <answer> tags counts alone, else the whole text; unfinished answers get 0."""
+        if not finished:
+            return 0.0
+        if self._made is None:
+            self._made = self._create(size=1, seed=0)
+        tagged = self._library.utils.extract_answer(text)
+        return float(self._made.score_answer((tagged or text).strip(), json.loads(truth)))
+
+    def _create(self, size: int, seed: int) -> Any:
+        try:
+            return self._library.create_dataset(self.dataset, size=size, seed=seed, **self.options)
+        except (ValueError, AssertionError, TypeError) as error:
+            raise DataError(f"reasoning_gym refuses dataset {self.dataset!r} with {self.options}: {error}") from error
+
+
+def _load_library() -> ModuleType:
+    try:
+        library = importlib.import_module("reasoning_gym")
+        importlib.import_module("reasoning_gym.utils")
+    except ImportError as error:
+        raise DataError(
+            f"a reasoning_gym task needs a library that is missing ({error}): pip install 'mindspeed_asyncflow[tasks]'"
+        ) from error
+    return library
