@@ -190,7 +190,7 @@ def merge_traces(folder: Path | str) -> Path:
             continue
         lane = event["lane"]
         if event["kind"] == "X":
-            level = _sub_lane(open_ends.setdefault((pid, lane), []), event["start_us"], event["dur_us"])
+            level = sub_lane(open_ends.setdefault((pid, lane), []), event["start_us"], event["dur_us"])
             lane = lane if level == 0 else f"{lane} ({level + 1})"
             record["dur"] = event["dur_us"]
         else:
@@ -211,8 +211,11 @@ def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _sub_lane(levels: list[list[int]], start: int, dur: int) -> int:
-    """Index of the first stack of open spans into which [start, start + dur) nests."""
+def sub_lane(levels: list[list[int]], start: int, dur: int) -> int:
+    """Index of the first stack of open span ends in `levels` into which [start, start + dur) nests; adds it there.
+
+    Spans must come in the order of `read_events`.
+    """
     for index, stack in enumerate(levels):
         while stack and stack[-1] <= start:
             stack.pop()
