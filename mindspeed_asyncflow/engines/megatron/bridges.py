@@ -1,0 +1,137 @@
+"""mbridge's Hugging Face converters on megatron's local layer spec, for Qwen2, Qwen3 and Qwen3-MoE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from mbridge.models.qwen2 import Qwen2Bridge
+from mbridge.models.qwen3 import Qwen3Bridge
+from mbridge.models.qwen3moe import Qwen3MoEBridge
+from transformers import AutoConfig
+
+from mindspeed_asyncflow.config.schema import TrainerConfig
+from mindspeed_asyncflow.engines.megatron.model import PolicyModel
+from mindspeed_asyncflow.errors import DataError
+from mindspeed_asyncflow.platforms.base import Platform
+from mindspeed_asyncflow.platforms.modules import layer_spec
+
+
+def transformer_settings(trainer: TrainerConfig, platform: Platform) -> dict[str, Any]:
+    """megatron `TransformerConfig` fields that follow from our settings rather than from the model."""
+    settings: dict[str, Any] = {
+        "sequence_parallel": trainer.sequence_parallel,
+        # gradients are sums over tokens; the engine divides once, at the optimizer step
+        "calculate_per_token_loss": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # all micro-batches of a pipeline call are padded to one length instead
+        "variable_seq_lengths": False,
+        "moe_aux_loss_coeff": 0.0,
+    }
+    if trainer.recompute:
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if trainer.virtual_pipeline:
+        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    return settings | platform.transformer_overrides()
+
+
+class _LocalSpec:
+    """Mixed into an mbridge class: our layer spec, our model class, and the names that the local spec uses."""
+
+    # the local spec has norms of their own where Transformer Engine fuses them into the next linear layer
+    _OTHER_MAPPING = {"input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"]}
+
+    def __init__(self, hf_config: Any, *, settings: dict[str, Any], temperature: float, **kwargs: Any) -> None:
+        self._settings, self._temperature = settings, temperature
+        super().__init__(hf_config, **kwargs)
+
+    def _adjust_mapping_for_shared_weights(self) -> None:
+        if getattr(self.hf_config, "tie_word_embeddings", False):  # type: ignore[attr-defined]
+            # an own dictionary: mbridge would change the one of the class, for every later model
+            self._DIRECT_MAPPING = self._DIRECT_MAPPING | {  # type: ignore[has-type]
+                "output_layer.weight": "model.embed_tokens.weight"
+            }
+
+    def _build_base_config(self, **kwargs: Any) -> Any:
+        return super()._build_base_config(**(kwargs | self._settings))  # type: ignore[misc]
+
+    def _rope_theta(self) -> float:
+        config = self.hf_config  # type: ignore[attr-defined]
+        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        if rope.get("rope_type", "default") != "default":
+            raise DataError(f"rotary scaling {rope['rope_type']!r} is not supported by the trainer")
+        return float(rope.get("rope_theta") or config.rope_theta)
+
+    def _model_provider(self, post_model_creation_callbacks: Any = ()) -> Any:
+        hf_config = self.hf_config  # type: ignore[attr-defined]
+        divisor = self.make_vocab_size_divisible_by or 1  # type: ignore[attr-defined]
+        self.vocab_size = hf_config.vocab_size
+        self.padded_vocab_size = -(-self.vocab_size // divisor) * divisor
+
+        def provide(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> PolicyModel:
+            config = self.config  # type: ignore[attr-defined]
+            return PolicyModel(
+                config=config,
+                transformer_layer_spec=layer_spec(config, vp_stage),
+                vocab_size=self.padded_vocab_size,
+                max_sequence_length=hf_config.max_position_embeddings,
+                pre_process=pre_process,
+                post_process=post_process,
+                share_embeddings_and_output_weights=getattr(hf_config, "tie_word_embeddings", False),
+                position_embedding_type="rope",
+                rotary_base=self._rope_theta(),
+                vp_stage=vp_stage,
+                temperature=self._temperature,
+                true_vocab=self.vocab_size,
+            )
+
+        return provide
+
+    def _weight_name_mapping_mcore_local_to_global(self, model: Any, consider_ep: bool = True) -> dict[str, str]:
+        names = super()._weight_name_mapping_mcore_local_to_global(model, consider_ep)  # type: ignore[misc]
+        first = 0
+        if consider_ep and self.mpu.ep_size > 1:  # type: ignore[attr-defined]
+            first = self.config.num_moe_experts // self.mpu.ep_size * self.mpu.ep_rank  # type: ignore[attr-defined]
+        for local, name in names.items():
+            if ".local_experts." in name:  # ...experts.local_experts.3.linear_fc1.weight -> ...experts.linear_fc1.weight3
+                head, tail = name.split(".local_experts.")
+                expert, layer, kind = tail.split(".")
+                names[local] = f"{head}.{layer}.{kind}{int(expert) + first}"
+        return names
+
+    def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
+        if name.endswith("pre_mlp_layernorm.weight"):
+            return [f"model.layers.{name.split('.')[2]}.post_attention_layernorm.weight"]
+        return super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc]
+
+
+class _LocalQwen2(_LocalSpec, Qwen2Bridge):
+    pass
+
+
+class _LocalQwen3(_LocalSpec, Qwen3Bridge):
+    pass
+
+
+class _LocalQwen3MoE(_LocalSpec, Qwen3MoEBridge):
+    pass
+
+
+BRIDGES = {"qwen2": _LocalQwen2, "qwen3": _LocalQwen3, "qwen3_moe": _LocalQwen3MoE}
+
+
+def make_bridge(
+    folder: str, trainer: TrainerConfig, platform: Platform, dtype: torch.dtype, temperature: float
+) -> Any:
+    """The converter of the model in `folder`, for the parallel groups that megatron has now."""
+    hf_config = AutoConfig.from_pretrained(folder)
+    if hf_config.model_type not in BRIDGES:
+        raise DataError(f"{folder}: model type {hf_config.model_type!r} is not one of {', '.join(sorted(BRIDGES))}")
+    return BRIDGES[hf_config.model_type](
+        hf_config,
+        dtype=dtype,
+        make_vocab_size_divisible_by=trainer.tensor_parallel,
+        settings=transformer_settings(trainer, platform),
+        temperature=temperature,
+    )

@@ -1,0 +1,271 @@
+"""vLLM's v1 engine core, held in this process and stepped by hand: requests in as token ids, tokens out."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mindspeed_asyncflow.config.schema import RolloutConfig
+from mindspeed_asyncflow.engines.base import EngineCaps
+from mindspeed_asyncflow.engines.lifecycle import PAUSE_MODES
+from mindspeed_asyncflow.engines.stepped import Finished
+from mindspeed_asyncflow.engines.vllm import versions
+from mindspeed_asyncflow.engines.weights import FolderWeights
+from mindspeed_asyncflow.errors import EngineError, WeightSyncError
+from mindspeed_asyncflow.records import GenRequest, SamplingSpec, WeightManifest
+from mindspeed_asyncflow.reshard.relay import manifest_to_json
+
+CPU_BLOCK_TOKENS = 32  # smallest KV block that vLLM's fast CPU attention takes; prefixes are shared in whole blocks
+MAX_STEP_TOKENS = 16384  # most tokens of one step; longer prefills are cut
+RESUME_SEED_STRIDE = 0x9E3779B97F4A7C15  # resumed answers draw fresh noise, still a function of (seed, position)
+
+
+@dataclass(slots=True)
+class _Row:
+    """One running request."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class VLLMBackend:
+    """See `StepBackend`. One instance per process: vLLM keeps its parallel groups in globals."""
+
+    def __init__(
+        self,
+        model_folder: str,
+        weights: FolderWeights,
+        rollout: RolloutConfig,
+        *,
+        dtype: str,
+        max_model_len: int,
+        seed: int,
+        stop_token_ids: tuple[int, ...],
+        cpu: bool,
+        sleep_enabled: bool,
+    ) -> None:
+        import torch
+        import vllm
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor.abstract import Executor
+
+        torch.set_num_threads(rollout.threads)
+        self._shape = versions.shape_for(vllm.__version__)
+        self._weights = weights
+        self._max_model_len = max_model_len
+        self._stop_token_ids = stop_token_ids
+        args = _engine_args(
+            model_folder, rollout, dtype=dtype, max_model_len=max_model_len, seed=seed, cpu=cpu, sleep=sleep_enabled
+        )
+        config = args.create_engine_config()
+        self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self._core.collective_rpc("init_weight_transfer_engine", args=({},))
+        if cpu:
+            self._core.collective_rpc("seed_every_row")
+        self._rows: dict[str, _Row] = {}  # engine id -> row; engine ids are never used twice
+        self._ids: dict[str, str] = {}  # request id -> engine id
+        self._count = 0
+        self._params: dict[SamplingSpec, Any] = {}
+        self._score_params = _sampling_params(SamplingSpec(max_tokens=1), ())
+        self._score_params.prompt_logprobs = 0
+        self._scores: dict[str, np.ndarray | None] = {}
+        self._spill: list[Finished] = []  # finished while scoring
+        self.caps = EngineCaps(
+            name=f"vllm {vllm.__version__}",
+            pause_modes=PAUSE_MODES,
+            sleep_levels=(1,) if cpu else ((1, 2) if sleep_enabled else ()),
+            transports=("relay",),
+            expert_parallel=not cpu,
+            notes="sleep frees no memory on CPU" if cpu else "",
+        )
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def check(self, request: GenRequest) -> None:
+        # One position more than the answer is reserved by the engine arguments, for scoring.
+        length = len(request.prompt_ids) + request.sampling.max_tokens
+        if length > self._max_model_len:
+            raise EngineError(
+                f"request {request.request_id}: prompt of {len(request.prompt_ids)} plus max_tokens "
+                f"{request.sampling.max_tokens} exceeds the model length {self._max_model_len}"
+            )
+        ids = request.prompt_ids
+        if int(ids.max()) >= self._weights.vocab_size or int(ids.min()) < 0:
+            raise EngineError(f"request {request.request_id}: prompt ids outside [0, {self._weights.vocab_size})")
+
+    def admit(self, requests: Sequence[GenRequest]) -> None:
+        for request in requests:
+            prompt = request.prompt_ids.tolist()
+            resumed = 0 if request.resume_ids is None else len(request.resume_ids)
+            params = copy.copy(self._base_params(request.sampling))
+            if resumed and request.resume_ids is not None:
+                prompt += request.resume_ids.tolist()
+                params.max_tokens = request.sampling.max_tokens - resumed
+            params.seed = (request.seed + resumed * RESUME_SEED_STRIDE) & (2**63 - 1)
+            engine_id = self._add(prompt, params)
+            self._rows[engine_id] = _Row(request.request_id)
+            self._ids[request.request_id] = engine_id
+
+    def _base_params(self, spec: SamplingSpec) -> Any:
+        params = self._params.get(spec)
+        if params is None:
+            params = self._params[spec] = _sampling_params(spec, spec.stop_token_ids or self._stop_token_ids)
+        return params
+
+    def _add(self, prompt: list[int], params: Any) -> str:
+        from vllm.v1.engine import EngineCoreRequest
+
+        engine_id = str(self._count)
+        self._count += 1
+        request = versions.core_request(
+            EngineCoreRequest,
+            request_id=engine_id,
+            prompt_token_ids=prompt,
+            sampling_params=params,
+            arrival_time=time.time(),
+        )
+        self._core.add_request(*self._core.preprocess_add_request(request))
+        return engine_id
+
+    def step(self) -> list[Finished]:
+        outputs, _ = self._core.step()
+        finished, self._spill = self._spill, []
+        for output in outputs[0].outputs if outputs else ():
+            row = self._rows.get(output.request_id)
+            if row is None:
+                self._take_score(output)
+                continue
+            row.token_ids += output.new_token_ids
+            if output.new_token_ids:
+                row.logprobs.append(output.new_logprobs.logprobs[0, 0])
+            if output.finish_reason is not None:
+                del self._rows[output.request_id], self._ids[row.request_id]
+                finished.append(Finished(row.request_id, row.token_ids, row.logprobs, str(output.finish_reason)))
+        return finished
+
+    def progress(self) -> dict[str, int]:
+        return {row.request_id: len(row.token_ids) for row in self._rows.values()}
+
+    def abort(self, request_ids: Sequence[str]) -> list[Finished]:
+        engine_ids = [self._ids.pop(i) for i in request_ids if i in self._ids]
+        self._core.abort_requests(engine_ids)
+        rows = [self._rows.pop(i) for i in engine_ids]
+        done, self._spill = [f for f in self._spill if f.request_id in request_ids], []
+        return done + [Finished(r.request_id, r.token_ids, r.logprobs, "abort") for r in rows]
+
+    # ---- weights ---------------------------------------------------------------------------------------------------
+
+    def check_manifest(self, manifest: WeightManifest) -> None:
+        self._weights.check(manifest)
+
+    def load(self, manifest: WeightManifest) -> str:
+        self._core.collective_rpc("relay_drop_session")
+        versions.update_weights(self._core.collective_rpc, self._shape, {"manifest": manifest_to_json(manifest)})
+        fingerprints = set(self._core.collective_rpc("relay_fingerprint"))
+        if len(fingerprints) != 1:
+            raise WeightSyncError(f"workers of one replica loaded different bytes: {sorted(fingerprints)}")
+        return fingerprints.pop()
+
+    def clear_caches(self) -> None:
+        if not self._core.reset_prefix_cache(reset_running_requests=True):
+            raise EngineError("vLLM refused to reset its prefix cache")
+        self._core.reset_encoder_cache()
+
+    # ---- scoring ---------------------------------------------------------------------------------------------------
+
+    def score(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+        """float32 [L] each. Prompt log-probs are those of the raw logits, i.e. temperature 1."""
+        lengths = [len(prompt) + len(response) for prompt, response in sequences]
+        if max(lengths, default=0) > self._max_model_len:
+            raise EngineError(f"a sequence of {max(lengths)} tokens exceeds the model length {self._max_model_len}")
+        ids = []
+        for prompt, response in sequences:
+            params = copy.copy(self._score_params)
+            ids.append(self._add(np.concatenate([prompt, response]).tolist(), params))
+        self._scores = dict.fromkeys(ids)
+        spill: list[Finished] = []
+        while any(value is None for value in self._scores.values()):
+            spill += self.step()
+        self._spill = spill
+        scores, self._scores = self._scores, {}
+        return [_tail(scores[i], len(response)) for i, (_, response) in zip(ids, sequences, strict=True)]
+
+    def _take_score(self, output: Any) -> None:
+        tensors = output.new_prompt_logprobs_tensors
+        if tensors is not None and output.request_id in self._scores:
+            self._scores[output.request_id] = tensors.logprobs[:, 0].numpy().copy()
+
+    # ---- memory ----------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int) -> None:
+        self._core.model_executor.sleep(level)
+
+    def wake(self) -> None:
+        self._core.model_executor.wake_up(None)
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+
+def _tail(values: np.ndarray | None, count: int) -> np.ndarray:
+    assert values is not None
+    return values[len(values) - count :]
+
+
+def _sampling_params(spec: SamplingSpec, stop_token_ids: tuple[int, ...]) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=spec.temperature,
+        top_p=spec.top_p,
+        top_k=0 if spec.top_k < 0 else spec.top_k,
+        max_tokens=spec.max_tokens,
+        stop_token_ids=list(stop_token_ids),
+        ignore_eos=True,  # answers end at `stop_token_ids` and nowhere else
+        detokenize=False,
+        logprobs=0,  # the sampled token only
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        seed=0,
+    )
+
+
+def _engine_args(
+    model_folder: str, rollout: RolloutConfig, *, dtype: str, max_model_len: int, seed: int, cpu: bool, sleep: bool
+) -> Any:
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from mindspeed_asyncflow.engines.vllm import transfer
+
+    length = max_model_len + 1  # scoring a full sequence samples one token more
+    extra: dict[str, Any] = {"block_size": CPU_BLOCK_TOKENS} if cpu else {"additional_config": {"weight_nz_mode": 0}}
+    return EngineArgs(
+        model=model_folder,
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # sampling defaults come from us, not from the model folder
+        load_format="safetensors",
+        dtype=dtype,  # type: ignore[arg-type]
+        seed=seed,
+        max_model_len=length,
+        max_num_seqs=rollout.max_running,
+        max_num_batched_tokens=max(length, min(rollout.max_running * length, MAX_STEP_TOKENS)),
+        tensor_parallel_size=rollout.tensor_parallel,
+        distributed_executor_backend="uni" if rollout.tensor_parallel == 1 else "mp",
+        kv_cache_memory_bytes=rollout.kv_cache_mb * 2**20,
+        enable_prefix_caching=True,
+        enforce_eager=True,
+        async_scheduling=False,  # a step must be complete when it returns: cuts and aborts happen between steps
+        enable_sleep_mode=sleep and not cpu,
+        logprobs_mode="processed_logprobs",
+        max_logprobs=1,
+        disable_log_stats=True,
+        worker_extension_cls=transfer.EXTENSION,
+        weight_transfer_config=WeightTransferConfig(backend=transfer.BACKEND),
+        **extra,
+    )

@@ -1,0 +1,40 @@
+"""Process settings that vLLM reads when it is imported. This is the one module that writes them."""
+
+from __future__ import annotations
+
+import os
+
+from mindspeed_asyncflow.errors import PlatformError
+
+
+def worker_cores(cores: list[int], tensor_parallel: int, threads: int) -> str:
+    """vLLM's rule for binding workers to cores: "nobind", or one group of cores per tensor-parallel worker.
+
+    vLLM on CPU asserts one memory domain per worker unless the groups are spelled out.
+    """
+    if tensor_parallel == 1:
+        return "nobind"
+    if len(cores) < tensor_parallel * threads:
+        raise PlatformError(
+            f"rollout.tensor_parallel={tensor_parallel} with rollout.threads={threads} needs "
+            f"{tensor_parallel * threads} cores, this process may use {len(cores)}"
+        )
+    groups = [cores[i * threads : (i + 1) * threads] for i in range(tensor_parallel)]
+    return "|".join(",".join(map(str, group)) for group in groups)
+
+
+def prepare(tensor_parallel: int, threads: int, cpu: bool) -> None:
+    """Set what vLLM and its worker processes read, before the first `import vllm`."""
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine core lives in this process; we drive its steps
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        HF_HUB_OFFLINE="1",  # models are local folders
+        OMP_NUM_THREADS=str(threads),
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if cpu:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = worker_cores(sorted(os.sched_getaffinity(0)), tensor_parallel, threads)
+    else:
+        os.environ["VLLM_ASCEND_ENABLE_NZ"] = "0"  # a kernel layout that in-place weight updates cannot write

@@ -1,0 +1,61 @@
+"""What a Hugging Face model folder says about its weights, and whether a relay version fits it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_asyncflow.errors import DataError, WeightSyncError
+from mindspeed_asyncflow.records import WeightManifest
+
+TIED_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class FolderWeights:
+    """Names and shapes in a folder's safetensors files, and whether the output head is the input embedding."""
+
+    shapes: dict[str, tuple[int, ...]]
+    tied: bool
+    vocab_size: int
+
+    def check(self, manifest: WeightManifest) -> None:
+        """Raise `WeightSyncError` that names the first tensors that are missing, unknown or of another shape.
+
+        A tied head may be present or absent on either side.
+        """
+        given = {p.name: p.shape for p in manifest.params}
+        optional = {TIED_HEAD} if self.tied else set()
+        missing = sorted(self.shapes.keys() - given.keys() - optional)
+        unknown = sorted(given.keys() - self.shapes.keys() - optional)
+        if missing or unknown:
+            raise WeightSyncError(
+                f"weight version {manifest.version} does not fit the model: "
+                f"{len(missing)} tensors missing {missing[:3]}, {len(unknown)} unknown {unknown[:3]}"
+            )
+        for name, shape in given.items():
+            if name in self.shapes and self.shapes[name] != shape:
+                raise WeightSyncError(
+                    f"weight version {manifest.version}: {name!r} has shape {shape}, the model has {self.shapes[name]}"
+                )
+
+
+def read_folder(folder: str) -> FolderWeights:
+    """Read config and safetensors headers (no weights) of `folder`. Raises `DataError`."""
+    path = Path(folder)
+    files = sorted(path.glob("*.safetensors"))
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder} is not a Hugging Face model folder: config.json: {error}") from error
+    if not files:
+        raise DataError(f"{folder} has no *.safetensors file; save the model with safetensors")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with open(file, "rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))  # safetensors: header length, then a JSON header
+            header = json.loads(stream.read(length))
+        shapes.update({name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"})
+    return FolderWeights(shapes, bool(config.get("tie_word_embeddings", False)), int(config["vocab_size"]))
