@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_asyncflow.data import smollm2
 from mindspeed_asyncflow.data.char_tokenizer import TOKENS, make_char_tokenizer
+from mindspeed_asyncflow.data.model_folder import save_folder
 from mindspeed_asyncflow.data.prompts import split_problems
 from mindspeed_asyncflow.data.tasks import Demonstrating, make_task
 from mindspeed_asyncflow.data.warmup import WarmUp, warm_up
@@ -143,8 +144,7 @@ def generate(
             warm_up(network, tokenizer, task, training, architecture.warm_up, seed, log)
     finally:
         torch.set_num_threads(threads_before)
-    network.to(getattr(torch, dtype)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_folder(folder, network.to(getattr(torch, dtype)), tokenizer)
 
 
 def _qwen2(architecture: Architecture, tokenizer: Any) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # END is the EOS
-TOKENS = [PAD, START, END, "system", "user", "assistant", "\n", *"0123456789", ">", "+", "="]
+ROLES = ["system", "user", "assistant"]
+CHARACTERS = ["\n", *"0123456789", ">", "+", "="]
+TOKENS = [PAD, START, END, *ROLES, *CHARACTERS]
 
 _CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -14,14 +16,21 @@ _CHAT_TEMPLATE = (
 
 
 def make_char_tokenizer() -> Any:
-    """A fast tokenizer of the 20 `TOKENS`, with exact round trip. Any other character is an error, never dropped."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    """A fast tokenizer of the 20 `TOKENS`, with exact round trip. Any other character is an error, never dropped.
+
+    Built from the same pieces as Qwen2's (byte-level BPE, here without merges): `AutoTokenizer` rebuilds a
+    tokenizer that lies beside a Qwen2 config from its vocabulary alone, and must come to the same ids.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(TOKENS)}, unk_token="<none>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"system|user|assistant|[\s\S]"), behavior="isolated")
-    core.decoder = decoders.Fuse()
+    spelled = {"\n": "Ċ"}  # how byte-level vocabularies write a line end
+    vocabulary = {spelled.get(token, token): index for index, token in enumerate(TOKENS)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<none>"))  # absent on purpose: unknown raises
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
     core.add_special_tokens([PAD, START, END])
+    core.add_tokens([AddedToken(role, normalized=False) for role in ROLES])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,

@@ -51,7 +51,11 @@ class JsonLines:
     def _prompt(self, value: Any, number: int) -> str | tuple[dict[str, str], ...]:
         if isinstance(value, str):
             return value
-        if isinstance(value, list) and value and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value):
+        if (
+            isinstance(value, list)
+            and value
+            and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+        ):
             return tuple(value)
         raise DataError(f"{self.file}, line {number}: prompt must be text or a list of role/content messages")
 

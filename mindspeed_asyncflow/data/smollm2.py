@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
+from mindspeed_asyncflow.data.model_folder import save_folder
 from mindspeed_asyncflow.errors import DataError
 
 VERSION = 1  # raise when the converted folder changes
@@ -47,11 +48,8 @@ def convert(folder: Path, log: Callable[[str], None]) -> None:
                 if not name.endswith("_proj.bias"):
                     raise DataError(f"{gguf.name} lacks the tensor {name}")
                 parameter.zero_()
-    qwen2.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
-    qwen2.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    qwen2.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    save_folder(folder, qwen2.to(torch.bfloat16), tokenizer)
 
 
 def _weights_file() -> Path:

@@ -14,12 +14,17 @@ from mindspeed_asyncflow.errors import DataError
 
 
 def load_tokenizer(folder: str) -> Any:
-    """The Hugging Face tokenizer kept in a model folder. Raises `DataError` if there is none."""
-    from transformers import AutoTokenizer
+    """The Hugging Face tokenizer kept in a model folder. Raises `DataError` if there is none.
+
+    A tokenizer.json is taken as it is: `AutoTokenizer` would rebuild it by the rules of the model's family, which
+    changes ids where a folder pairs one family's model with another's tokenizer.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not (Path(folder) / "tokenizer_config.json").exists():
         raise DataError(f"{folder} holds no tokenizer (tokenizer_config.json is missing); check model.source")
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    exact = (Path(folder) / "tokenizer.json").exists()
+    return (PreTrainedTokenizerFast if exact else AutoTokenizer).from_pretrained(folder, local_files_only=True)
 
 
 def stop_token_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:

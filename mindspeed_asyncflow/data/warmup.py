@@ -61,9 +61,7 @@ def warm_up(
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate(step)
         logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]  # [B, L-1, V]
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED
-        )
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)
         optimizer.step()
