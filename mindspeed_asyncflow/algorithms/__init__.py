@@ -1,0 +1,1 @@
+"""Advantages, policy losses, off-policy corrections and KL: pure arrays in, arrays and metrics out."""
