@@ -51,11 +51,13 @@ class VLLMBackend:
         sleep_enabled: bool,
     ) -> None:
         import torch
+        import torch._dynamo
         import vllm
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor
 
         torch.set_num_threads(rollout.threads)
+        torch._dynamo.config.disable = True  # here too: torch may have read the environment before we wrote it
         self._shape = versions.shape_for(vllm.__version__)
         self._weights = weights
         self._max_model_len = max_model_len
@@ -72,8 +74,7 @@ class VLLMBackend:
         self._ids: dict[str, str] = {}  # request id -> engine id
         self._count = 0
         self._params: dict[SamplingSpec, Any] = {}
-        self._score_params = _sampling_params(SamplingSpec(max_tokens=1), ())
-        self._score_params.prompt_logprobs = 0
+        self._score_params = _sampling_params(SamplingSpec(max_tokens=1), (), prompt_logprobs=0)
         self._scores: dict[str, np.ndarray | None] = {}
         self._spill: list[Finished] = []  # finished while scoring
         self.caps = EngineCaps(
@@ -186,8 +187,7 @@ class VLLMBackend:
             raise EngineError(f"a sequence of {max(lengths)} tokens exceeds the model length {self._max_model_len}")
         ids = []
         for prompt, response in sequences:
-            params = copy.copy(self._score_params)
-            ids.append(self._add(np.concatenate([prompt, response]).tolist(), params))
+            ids.append(self._add(np.concatenate([prompt, response]).tolist(), self._score_params))
         self._scores = dict.fromkeys(ids)
         spill: list[Finished] = []
         while any(value is None for value in self._scores.values()):
@@ -218,7 +218,8 @@ def _tail(values: np.ndarray | None, count: int) -> np.ndarray:
     return values[len(values) - count :]
 
 
-def _sampling_params(spec: SamplingSpec, stop_token_ids: tuple[int, ...]) -> Any:
+def _sampling_params(spec: SamplingSpec, stop_token_ids: tuple[int, ...], prompt_logprobs: int | None = None) -> Any:
+    """`prompt_logprobs` must be given here: with it vLLM decides to compute every prompt position, cached or not."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -230,6 +231,7 @@ def _sampling_params(spec: SamplingSpec, stop_token_ids: tuple[int, ...]) -> Any
         ignore_eos=True,  # answers end at `stop_token_ids` and nowhere else
         detokenize=False,
         logprobs=0,  # the sampled token only
+        prompt_logprobs=prompt_logprobs,
         output_kind=RequestOutputKind.FINAL_ONLY,
         seed=0,
     )
@@ -250,6 +252,7 @@ def _engine_args(
         skip_tokenizer_init=True,
         generation_config="vllm",  # sampling defaults come from us, not from the model folder
         load_format="safetensors",
+        use_tqdm_on_load=False,
         dtype=dtype,  # type: ignore[arg-type]
         seed=seed,
         max_model_len=length,

@@ -31,6 +31,7 @@ def prepare(tensor_parallel: int, threads: int, cpu: bool) -> None:
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
         HF_HUB_OFFLINE="1",  # models are local folders
+        TORCH_COMPILE_DISABLE="1",  # else the sampler is compiled at its first call: 20 s, and only with a C++ compiler
         OMP_NUM_THREADS=str(threads),
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
