@@ -1,0 +1,76 @@
+"""Ray shells: one generic actor that builds a worker in its own process and passes calls on to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from mindspeed_asyncflow.errors import WorkerLost
+from mindspeed_asyncflow.observe.log import get_logger
+
+
+class Host:
+    """Lives in a Ray actor. Heavy libraries are loaded by `build`, in this process only."""
+
+    def __init__(self) -> None:
+        self.worker: Any = None
+
+    def build(self, recipe: Callable[..., Any], *args: Any) -> int:
+        """Make the worker; returns the process id."""
+        self.worker = recipe(*args)
+        return os.getpid()
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self.worker, method)(*args)
+
+
+class Remote:
+    """A worker elsewhere, whose methods can be awaited: `await remote.generate(...)`.
+
+    An exception of the worker arrives as itself; a dead process as `WorkerLost` with the last words it wrote.
+    """
+
+    def __init__(self, handle: Any, name: str) -> None:
+        self._handle, self._name = handle, name
+        self.pid = 0
+
+    async def build(self, recipe: Callable[..., Any], *args: Any) -> Remote:
+        self.pid = await self._await(self._handle.build.remote(recipe, *args))
+        return self
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        async def call(*args: Any) -> Any:
+            return await self._await(self._handle.call.remote(method, *args))
+
+        return call
+
+    async def _await(self, reference: Any) -> Any:
+        try:
+            return await reference
+        except RayTaskError as error:
+            get_logger("service").debug("%s raised\n%s", self._name, error.traceback_str)
+            if isinstance(error.cause, Exception):
+                raise error.cause from None
+            raise
+        except RayActorError as error:
+            raise WorkerLost(f"{self._name} (process {self.pid or '?'}) died: {_short(error)}") from None
+
+    def kill(self) -> None:
+        ray.kill(self._handle, no_restart=True)
+
+
+def _short(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(line for line in lines if not line.startswith(("class_name", "actor_id", "namespace", "name:")))
+
+
+def spawn(name: str, *, resources: dict[str, float], concurrency: int = 1) -> Remote:
+    """Ask Ray for a process; it takes no CPU share, since a machine may hold more workers than cores."""
+    host = ray.remote(Host).options(
+        num_cpus=0, resources=resources, max_concurrency=concurrency, max_restarts=0, name=name
+    )
+    return Remote(host.remote(), name)

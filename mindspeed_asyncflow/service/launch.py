@@ -1,0 +1,174 @@
+"""`train`: from settings to a run folder, with nothing left behind whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+
+from mindspeed_asyncflow.config.load import dump_resolved
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.data.builtin_models import ensure_model
+from mindspeed_asyncflow.data.prompts import PromptSet
+from mindspeed_asyncflow.data.tasks import make_task
+from mindspeed_asyncflow.data.tokenizers import load_tokenizer
+from mindspeed_asyncflow.errors import AsyncFlowError, WorkerLost
+from mindspeed_asyncflow.observe.log import close_logging, get_logger, setup_logging
+from mindspeed_asyncflow.observe.progress import Progress
+from mindspeed_asyncflow.observe.report import write_report
+from mindspeed_asyncflow.observe.run_folder import RunFolder
+from mindspeed_asyncflow.observe.summary import closing_words, write_summary
+from mindspeed_asyncflow.observe.trace import merge_traces
+from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
+from mindspeed_asyncflow.platforms.base import current
+from mindspeed_asyncflow.service import cleanup
+from mindspeed_asyncflow.service.placement import Cluster
+from mindspeed_asyncflow.service.session import Session
+from mindspeed_asyncflow.workflow.recorder import StepRecorder
+
+OK, FAILED, INTERRUPTED = 0, 1, 130
+
+
+class Interrupted(AsyncFlowError):
+    """A signal asked the run to stop."""
+
+
+def train(config: Config, base: Path | None = None) -> int:
+    """Run `config` to the end in a new folder under `base` (default: run.folder); returns the exit code.
+
+    0: all steps done; 1: failed, the root error is printed and in the summary; 130: stopped by SIGINT or SIGTERM. On
+    every way out all processes of the run are ended, within 15 s, and its shared memory is removed.
+    """
+    began = time.perf_counter()
+    signal.signal(signal.SIGTERM, _stop)
+    folder = RunFolder.create(base or Path(config.run.folder), config.run.name, dump_resolved(config))
+    progress = Progress(config.trainer.steps, sys.stdout)
+    setup_logging("driver", folder.log, write=progress.note)
+    progress.note(f"run folder: {folder.path}")
+    launch = _Launch(config, folder, progress)
+    error: BaseException | None = None
+    try:
+        launch.run()
+    except (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
+        error = Interrupted("stopped by a signal")
+    except Exception as failure:  # boundary: whatever ended the run becomes its root error and exit code
+        error = failure
+    finally:
+        launch.end()
+    return launch.report(error, time.perf_counter() - began)
+
+
+def _stop(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+class _Launch:
+    """One launch: what has been opened so far, so that it can be closed in order."""
+
+    def __init__(self, config: Config, folder: RunFolder, progress: Progress) -> None:
+        self.config, self.folder, self.progress = config, folder, progress
+        self.cluster = Cluster(config, current(config.run.platform).name)
+        self.metrics = MetricsWriter(folder, tensorboard=config.observe.tensorboard)
+        self.session: Session | None = None
+        self.recorder: StepRecorder | None = None
+        self.started = False
+
+    def run(self) -> None:
+        config, say = self.config, self.progress.phase
+        for name in cleanup.remove_stale_shm():
+            get_logger("service").info("removed shared memory of a dead run: %s", name)
+        say("preparing model")
+        model_folder = ensure_model(config.model, config.data, config.run.seed, self.progress.note)
+        tokenizer = load_tokenizer(model_folder)
+        say("preparing prompts")
+        prompts = PromptSet.build(make_task(config.data), tokenizer, config.data, config.run.seed)
+        if prompts.dropped_too_long:
+            self.progress.note(
+                f"{prompts.dropped_too_long} prompts are longer than data.max_prompt_tokens and were dropped"
+            )
+
+        def decode(ids: np.ndarray) -> str:
+            return tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+        self.recorder = StepRecorder(config, self.metrics, SamplesWriter(self.folder), self.progress, decode)
+        self.session = Session(config, self.folder, model_folder, tokenizer, prompts, self.recorder)
+        say("starting Ray")
+        self.started = True
+        self.cluster.start()
+        asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        loop, main = asyncio.get_running_loop(), asyncio.current_task()
+        assert main is not None and self.session is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, main.cancel)
+        ticker = asyncio.create_task(self._tick())
+        session, say = self.session, self.progress.phase
+        try:
+            await session.start(say)
+            await session.prepare(say)
+            await session.train()
+            say("evaluating held-out prompts")
+            await session.sync.bring_all_up()
+            assert self.recorder is not None
+            self.recorder.evaluated(session.sync.newest.version, await session.evaluate())
+            say("saving checkpoint and policy")
+            await session.save(len(self.recorder.rewards))
+            say("")
+        finally:
+            ticker.cancel()
+            self.processes = cleanup.descendants()
+            await session.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            self.progress.tick()
+
+    def end(self) -> None:
+        """Close, then make sure. A second Ctrl-C must not leave processes behind."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        processes = {p.pid: p for p in [*getattr(self, "processes", []), *cleanup.descendants()]}
+        if self.started:
+            self.last_words = self._last_words()
+            self.cluster.stop()
+        killed = cleanup.end_processes(list(processes.values()))
+        if killed:
+            get_logger("service").debug("killed at the end: %s", ", ".join(killed))
+        cleanup.remove_own_shm()
+        self.metrics.close()
+
+    def _last_words(self) -> dict[int, str]:
+        workers = self.session.workers if self.session else []
+        return {w.pid: self.cluster.last_words(w.pid) for w in workers if w.pid}
+
+    def report(self, error: BaseException | None, wall_s: float) -> int:
+        """Summary, trace, report and closing words; returns the exit code."""
+        self.progress.close()
+        if error is not None and not isinstance(error, Interrupted):
+            get_logger("service").debug("root error\n%s", "".join(traceback.format_exception(error)))
+        if self.recorder is not None and self.session is not None and self.session.run is not None:
+            message = "" if error is None else f"{type(error).__name__}: {error}"
+            summary = self.recorder.summary(self.session.run.window, self.session.sync, wall_s, message)
+            write_summary(self.folder, summary)
+            with contextlib.suppress(OSError):
+                merge_traces(self.folder.trace)
+            write_report(self.folder.path)
+            print("\n" + closing_words(summary, self.folder.path), flush=True)
+        elif error is not None:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, WorkerLost):
+            for pid, words in getattr(self, "last_words", {}).items():
+                if f"process {pid})" in str(error) and words:
+                    print(f"last words of process {pid}:\n{words}", file=sys.stderr)
+        if error is not None and not isinstance(error, AsyncFlowError):
+            traceback.print_exception(error)
+        close_logging()
+        return OK if error is None else INTERRUPTED if isinstance(error, Interrupted) else FAILED

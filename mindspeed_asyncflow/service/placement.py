@@ -1,0 +1,106 @@
+"""Which process of a run needs which devices, whether the cluster has them, and starting and ending Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.errors import PlatformError
+
+DEVICE = "NPU"  # Ray's resource name; on the CPU platform the same name is declared by us
+OBJECT_STORE_BYTES = 128 << 20  # only small reports travel through Ray
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Devices of every kind of worker, and the setting that asks for them."""
+
+    name: str
+    count: int  # processes
+    devices_each: int
+    keys: str
+
+
+def demands(config: Config) -> list[Demand]:
+    t, r = config.trainer, config.rollout
+    sizes = "trainer.tensor_parallel, pipeline_parallel, context_parallel, data_parallel"
+    return [
+        Demand("trainer", t.world_size, 1, sizes),
+        Demand("rollout", r.replicas, r.tensor_parallel, "rollout.replicas, rollout.tensor_parallel"),
+    ]
+
+
+def check_feasible(wanted: list[Demand], available: Mapping[str, float]) -> None:
+    """Raise PlatformError, listing wanted and available, instead of waiting for devices that cannot come."""
+    total = sum(d.count * d.devices_each for d in wanted)
+    have = int(available.get(DEVICE, 0))
+    if total <= have:
+        return
+    rows = "".join(f"\n  {d.name}: {d.count} x {d.devices_each} ({d.keys})" for d in wanted)
+    raise PlatformError(f"the run wants {total} {DEVICE}s, the cluster has {have}; lower these settings:{rows}")
+
+
+class Cluster:
+    """A private Ray of this run on this machine, or a running one that `RAY_ADDRESS` names."""
+
+    def __init__(self, config: Config, platform_name: str) -> None:
+        self.wanted = demands(config)
+        self.platform_name = platform_name
+        self.cpus = config.run.ray_cpus
+        self.folder: Path | None = None
+
+    def start(self) -> None:
+        """Environment of all workers first: they inherit it from here."""
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ["RAY_DEDUP_LOGS"] = "0"
+        os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+        root = str(Path(__file__).resolve().parents[2])
+        paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+        if root not in paths:
+            os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(log_to_driver=False, logging_level=logging.WARNING)
+        else:
+            self._start_private()
+        check_feasible(self.wanted, ray.cluster_resources())
+
+    def _start_private(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="asyncflow-ray-"))  # short: Ray puts sockets in it
+        declared = None
+        if self.platform_name == "cpu":
+            declared = {DEVICE: float(sum(d.count * d.devices_each for d in self.wanted))}
+        ray.init(
+            address="local",
+            num_cpus=int(self.cpus) if self.cpus else None,
+            resources=declared,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(self.folder),
+        )
+
+    def last_words(self, pid: int, lines: int = 15) -> str:
+        """The end of what a dead worker wrote to stderr."""
+        if self.folder is None or not pid:
+            return ""
+        for file in self.folder.glob(f"session_*/logs/worker-*-{pid}.err"):
+            text = file.read_text(errors="replace").strip().splitlines()
+            return "\n".join(text[-lines:])
+        return ""
+
+    def stop(self) -> None:
+        ray.shutdown()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)

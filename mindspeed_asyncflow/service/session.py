@@ -1,0 +1,188 @@
+"""The processes of one run: start them all, run the loops over them, end them all."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.data.prompts import Prompt, PromptSet, PromptStream
+from mindspeed_asyncflow.data.tokenizers import stop_token_ids
+from mindspeed_asyncflow.dock.client import DockClient
+from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded
+from mindspeed_asyncflow.observe.log import get_logger
+from mindspeed_asyncflow.observe.run_folder import RunFolder
+from mindspeed_asyncflow.platforms.ports import hold_port
+from mindspeed_asyncflow.service import wiring
+from mindspeed_asyncflow.service.actors import Remote, spawn
+from mindspeed_asyncflow.service.cleanup import shm_path
+from mindspeed_asyncflow.service.placement import DEVICE
+from mindspeed_asyncflow.workflow.book import Issue
+from mindspeed_asyncflow.workflow.recorder import StepRecorder
+from mindspeed_asyncflow.workflow.run import Run
+from mindspeed_asyncflow.workflow.weight_sync import WeightSync
+
+CLOSE_S = 5.0  # workers get this long to close in order before they are killed
+
+
+class Session:
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        model_folder: str,
+        tokenizer,
+        prompts: PromptSet,
+        recorder: StepRecorder,
+    ) -> None:
+        self.config, self.folder, self.model_folder = config, folder, model_folder
+        self.stop_ids = stop_token_ids(model_folder, tokenizer)
+        self.prompts, self.recorder = prompts, recorder
+        self.stream = PromptStream(
+            prompts, config.run.seed, config.data.epochs, config.data.drop_last, config.workflow.groups_per_step
+        )
+        self.workers: list[Remote] = []
+        self.dock: DockClient | None = None
+        self.run: Run | None = None
+
+    async def start(self, say: Callable[[str], None]) -> None:
+        """Start every worker at the same time; an error names the ones that did not come up."""
+        config, secret = self.config, secrets.token_bytes(16)
+        say("starting dock")
+        node = self._spawn("dock")
+        await self._in_time({"dock": node.build(wiring.build_dock, config, secret, shm_path("arena"))})
+        address = await node.address()
+        self.dock = DockClient(address, secret, config.dock.wait_s)
+        spec = wiring.WorkerSpec(
+            config, self.model_folder, self.stop_ids, address, secret, str(self.folder.trace), str(self.folder.log)
+        )
+        say(
+            f"starting {config.trainer.world_size} trainer rank(s), {config.rollout.replicas} rollout replica(s) "
+            f"({config.rollout.engine}), scorer"
+        )
+        self.trainers = [self._spawn(f"trainer{r}", {DEVICE: 1}) for r in range(config.trainer.world_size)]
+        self.rollouts = [
+            self._spawn(f"rollout{i}", {DEVICE: config.rollout.tensor_parallel}, concurrency=4)
+            for i in range(config.rollout.replicas)
+        ]
+        self.references = [self._spawn("reference0")] if config.algorithm.kl_coef > 0 else []
+        self.scorer = self._spawn("scorer", concurrency=2)
+        with hold_port() as held:
+            port = held.port
+        starting = {f"rollout{i}": w.build(wiring.build_rollout, spec, i) for i, w in enumerate(self.rollouts)}
+        starting |= {
+            f"trainer{r}": w.build(wiring.build_trainer, spec, r, port, shm_path("relay"))
+            for r, w in enumerate(self.trainers)
+        }
+        starting |= {f"reference{i}": w.build(wiring.build_reference, spec, i) for i, w in enumerate(self.references)}
+        starting["scorer"] = self.scorer.build(wiring.build_scorer, spec)
+        await self._in_time(starting)
+        self.sync = WeightSync(self.rollouts, config.model.dtype)
+
+    def _spawn(self, name: str, resources: dict[str, float] | None = None, concurrency: int = 1) -> Remote:
+        worker = spawn(name, resources=resources or {}, concurrency=concurrency)
+        self.workers.append(worker)
+        return worker
+
+    async def _in_time(self, starting: dict) -> None:
+        """First failure wins; a deadline names who is missing."""
+        tasks = {asyncio.ensure_future(c): name for name, c in starting.items()}
+        limit = self.config.workflow.start_timeout_s
+        done, waiting = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        if waiting:
+            missing = ", ".join(sorted(tasks[t] for t in waiting))
+            raise DeadlineExceeded(f"not started after {limit:g} s (workflow.start_timeout_s): {missing}")
+
+    async def prepare(self, say: Callable[[str], None]) -> None:
+        """Version 0: probe answers, the first publication, the check that both sides agree, the first evaluation."""
+        say("checking weights of trainer and rollout")
+        await self._choose_probe()
+        first = await asyncio.gather(*(t.start(0, self.sync.probe) for t in self.trainers))
+        manifest = next(f.manifest for f in first if f.manifest is not None)
+        self.sync.publish(manifest, next((f.probe for f in first if f.probe), []))
+        await asyncio.gather(*(self.sync.check(i) for i in range(len(self.rollouts))))
+        if self.config.evaluation.prompts and self.prompts.heldout:
+            say("evaluating held-out prompts")
+            self.recorder.evaluated(0, await self.evaluate())
+
+    async def _choose_probe(self) -> None:
+        """Answers of the starting policy to a few prompts: fixed for the run."""
+        count = self.config.workflow.probe_answers
+        if not count:
+            return
+        chosen = (self.prompts.heldout or self.prompts.train)[:count]
+        answers = await self.rollouts[0].answer([p.ids for p in chosen], False)
+        self.sync.probe = [(p.ids, ids) for p, (ids, _) in zip(chosen, answers) if len(ids)]
+
+    async def train(self) -> None:
+        self.run = Run(
+            self.config,
+            self.dock,
+            self._next_batch,
+            self.rollouts,
+            self.scorer,
+            self.references,
+            self.trainers,
+            wiring.leaders(self.config),
+            self.sync,
+            self.recorder,
+            self.evaluate,
+            self.save,
+        )
+        self.recorder.begin()
+        await self.run.train()
+
+    def _next_batch(self) -> list[Issue] | None:
+        batch = next(self.stream, None)
+        return None if batch is None else [Issue(epoch, index, p.ids, p.truth) for epoch, index, p in batch]
+
+    async def evaluate(self) -> float | None:
+        """Mean score of greedy answers to held-out prompts, spread over the replicas; unscored answers count 0."""
+        chosen: list[Prompt] = self.prompts.heldout[: self.config.evaluation.prompts]
+        if not chosen:
+            return None
+        await self.sync.bring_all_up()
+        shares = np.array_split(np.arange(len(chosen)), len(self.rollouts))
+        answers = await asyncio.gather(
+            *(w.answer([chosen[i].ids for i in share], True) for w, share in zip(self.rollouts, shares) if len(share))
+        )
+        flat = [a for part in answers for a in part]
+        scores = await self.scorer.score_texts(
+            [ids for ids, _ in flat], [p.truth for p in chosen], [reason == "stop" for _, reason in flat]
+        )
+        return float(np.mean([0.0 if s is None else s for s in scores]))
+
+    async def save(self, step: int) -> None:
+        """Trainer state and the policy as a Hugging Face folder."""
+        folder = self.folder.checkpoints / f"step_{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        extra = {"step": step, "data": self.stream.state(), "seed": self.config.run.seed}
+        await asyncio.gather(*(t.save(str(folder), extra) for t in self.trainers))
+        link(folder / "hf", self.folder.hf)
+
+    async def close(self) -> None:
+        """Ask every worker to close; the caller kills what does not."""
+        if self.dock is not None:
+            await asyncio.to_thread(self.dock.close)
+        began = time.monotonic()
+        closing = [asyncio.ensure_future(w.close()) for w in reversed(self.workers) if w.pid]
+        if closing:
+            await asyncio.wait(closing, timeout=CLOSE_S)
+        for task in closing:
+            if task.done() and isinstance(task.exception(), AsyncFlowError):
+                get_logger("service").debug("while closing: %s", task.exception())
+            task.cancel()
+        get_logger("service").debug("workers closed in %.1f s", time.monotonic() - began)
+
+
+def link(target: Path, name: Path) -> None:
+    """Point `name` at `target`, replacing an older link."""
+    name.unlink(missing_ok=True)
+    name.symlink_to(target.relative_to(name.parent))

@@ -1,0 +1,183 @@
+"""The only importer of concrete adapters: one recipe per kind of worker, run inside the worker's own process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.data.tokenizers import decode_answers, load_tokenizer
+from mindspeed_asyncflow.dock.client import DockClient
+from mindspeed_asyncflow.engines.base import RolloutEngine
+from mindspeed_asyncflow.observe.log import setup_logging
+from mindspeed_asyncflow.observe.trace import Tracer, configure
+from mindspeed_asyncflow.records import SamplingSpec
+from mindspeed_asyncflow.workflow.train_worker import TrainWorker
+from mindspeed_asyncflow.workflow.workers import ReferenceWorker, RolloutWorker, ScoreWorker
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What every worker is told. Plain values: it crosses between environments."""
+
+    config: Config
+    model_folder: str
+    stop_ids: tuple[int, ...]
+    dock_address: str
+    dock_secret: bytes
+    trace_folder: str
+    log_file: str
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt and answer together."""
+        return self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
+
+
+def _enter(spec: WorkerSpec, name: str) -> Tracer:
+    setup_logging(name, spec.log_file, console=False)
+    return configure(Path(spec.trace_folder), name, enabled=spec.config.observe.trace)
+
+
+def _dock(spec: WorkerSpec) -> DockClient:
+    return DockClient(spec.dock_address, spec.dock_secret, spec.config.dock.wait_s)
+
+
+def _rollout_engine(spec: WorkerSpec, name: str) -> RolloutEngine:
+    rollout = spec.config.rollout
+    common: dict[str, Any] = dict(
+        dtype=spec.config.model.dtype,
+        max_model_len=spec.max_model_len,
+        seed=spec.config.run.seed,
+        stop_token_ids=spec.stop_ids,
+    )
+    if name == "vllm":
+        from mindspeed_asyncflow.engines.vllm.engine import VLLMEngine
+
+        return VLLMEngine(spec.model_folder, rollout, **common)
+    from mindspeed_asyncflow.engines.reference import ReferenceEngine
+
+    return ReferenceEngine(spec.model_folder, rollout, **common)
+
+
+def build_rollout(spec: WorkerSpec, index: int) -> RolloutWorker:
+    name = f"rollout{index}"
+    tracer = _enter(spec, name)
+    config = spec.config
+    share = max(1, config.workflow.groups_per_step // config.rollout.replicas)
+    return RolloutWorker(
+        _rollout_engine(spec, config.rollout.engine),
+        _dock(spec),
+        SamplingSpec(
+            config.rollout.max_new_tokens,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            stop_token_ids=spec.stop_ids,
+        ),
+        name=name,
+        seed=config.run.seed,
+        commit_groups=max(1, share // 4) if config.workflow.overlap else share,
+        timeout_s=config.rollout.timeout_s,
+        tracer=tracer,
+    )
+
+
+def build_reference(spec: WorkerSpec, index: int) -> ReferenceWorker:
+    name = f"reference{index}"
+    tracer = _enter(spec, name)
+    return ReferenceWorker(_rollout_engine(spec, "reference"), _dock(spec), name=name, tracer=tracer)
+
+
+def build_scorer(spec: WorkerSpec) -> ScoreWorker:
+    from mindspeed_asyncflow.rewards.pool import ScorerPool
+
+    tracer = _enter(spec, "scorer")
+    tokenizer = load_tokenizer(spec.model_folder)
+    reward = spec.config.reward
+
+    def decode(answers: Any) -> list[str]:
+        return decode_answers(tokenizer, [np.asarray(a) for a in answers], spec.stop_ids)
+
+    pool = ScorerPool(spec.config.data, reward.workers, reward.timeout_s, reward.on_timeout)
+    return ScoreWorker(pool, _dock(spec), decode, spec.config.algorithm, name="scorer", tracer=tracer)
+
+
+def replica_of(config: Config, rank: int) -> int:
+    """Data-parallel replica of a trainer rank in megatron-core's rank order (tensor, context, data, pipeline)."""
+    t = config.trainer
+    return rank // (t.tensor_parallel * t.context_parallel) % t.data_parallel
+
+
+def leaders(config: Config) -> list[int]:
+    """One rank of every data-parallel replica: the one that reports for it."""
+    t = config.trainer
+    return [replica * t.tensor_parallel * t.context_parallel for replica in range(t.data_parallel)]
+
+
+def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay_path: str) -> TrainWorker:
+    from mindspeed_asyncflow.algorithms.policy_loss import make_policy_loss
+    from mindspeed_asyncflow.engines.megatron.engine import MegatronTrainEngine
+    from mindspeed_asyncflow.platforms.base import current
+    from mindspeed_asyncflow.reshard.relay import RelayWriter
+
+    name, config = f"trainer{rank}", spec.config
+    tracer = _enter(spec, name)
+    current(config.run.platform).prepare_trainer(config.trainer.threads)
+    engine = MegatronTrainEngine(
+        spec.model_folder,
+        config.trainer,
+        dtype=config.model.dtype,
+        temperature=config.rollout.temperature,
+        loss_fn=make_policy_loss(config.algorithm),
+        rank=rank,
+        world_size=config.trainer.world_size,
+        master_address="127.0.0.1",
+        master_port=master_port,
+        seed=config.run.seed,
+        timeout_s=config.workflow.start_timeout_s,
+    )
+    return TrainWorker(
+        engine,
+        _dock(spec),
+        config.algorithm,
+        name=name,
+        replica=replica_of(config, rank),
+        relay=RelayWriter(relay_path) if rank == 0 else None,
+        tracer=tracer,
+    )
+
+
+class DockNode:
+    """The controller/warehouse pair of one node."""
+
+    def __init__(self, config: Config, secret: bytes, arena_path: str) -> None:
+        from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, grpo_tasks
+        from mindspeed_asyncflow.dock.server import DockServer
+
+        self._server = DockServer(
+            GRPO_COLUMNS,
+            grpo_tasks(with_reference=config.algorithm.kl_coef > 0),
+            arena_mb=config.dock.arena_mb,
+            lease_s=config.dock.lease_s,
+            host="127.0.0.1",
+            port=config.dock.port,
+            secret=secret,
+            arena_path=arena_path,
+        )
+        self._server.start()
+
+    def address(self) -> str:
+        return self._server.address
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def build_dock(config: Config, secret: bytes, arena_path: str) -> DockNode:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return DockNode(config, secret, arena_path)

@@ -1,0 +1,252 @@
+"""Turns what the loops report into metrics, samples, progress and the summary. Changes nothing in the run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.observe.log import get_logger
+from mindspeed_asyncflow.observe.metrics import describe, reduce_sums
+from mindspeed_asyncflow.observe.progress import Progress
+from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter, SampleText
+from mindspeed_asyncflow.workflow.book import StepBook
+from mindspeed_asyncflow.workflow.staleness import StalenessWindow
+from mindspeed_asyncflow.workflow.train_worker import ChunkReport, FinishReport
+from mindspeed_asyncflow.workflow.weight_sync import WeightSync
+from mindspeed_asyncflow.workflow.workers import RolloutReport, ScoreReport
+
+
+class BusyClock:
+    """Seconds that each side spent working, also in the middle of a piece of work."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._total: Counter[str] = Counter()
+        self._since: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, side: str) -> Iterator[None]:
+        self._since[side] = self._clock()
+        try:
+            yield
+        finally:
+            self._total[side] += self._clock() - self._since.pop(side)
+
+    def seconds(self, side: str) -> float:
+        running = self._clock() - self._since[side] if side in self._since else 0.0
+        return self._total[side] + running
+
+
+class StepRecorder:
+    """Lives in the driver. One instance per run."""
+
+    def __init__(
+        self,
+        config: Config,
+        metrics: MetricsWriter,
+        samples: SamplesWriter,
+        progress: Progress,
+        decode: Callable[[np.ndarray], str],
+    ) -> None:
+        self.config, self.metrics, self.samples, self.progress, self.decode = config, metrics, samples, progress, decode
+        self.busy = BusyClock()
+        self.sides = ["trainer", *(f"rollout{i}" for i in range(config.rollout.replicas))]
+        self.rewards: list[float] = []  # mean of each step
+        self.lags: Counter[int] = Counter()
+        self.skipped = 0
+        self.heldout: list[tuple[int, float]] = []
+        self.ended_early: str = ""
+        self._parts: list[Mapping[str, float]] = []
+        self._scores: dict[int, float] = {}  # reward by row, until trained
+        self._times: Counter[str] = Counter()
+        self._step_rewards: list[float] = []
+        self._zero_std: list[bool] = []
+        self._lag_oldest: list[int] = []
+        self._lag_newest: list[int] = []
+        self._abstained = 0
+        self._generated_tokens = self._tokens = self._trained_tokens = 0
+        self.started = self._mark = time.perf_counter()
+        self._busy_mark: dict[str, float] = dict.fromkeys(self.sides, 0.0)
+        self.started_busy = dict(self._busy_mark)
+        self._pending_eval: dict[str, float] = {}
+        self._recent: deque[str] = deque(maxlen=50)
+
+    def begin(self) -> None:
+        """The loops start now; idle shares and throughput count from here."""
+        self.started = self._mark = time.perf_counter()
+        self.started_busy = {s: self.busy.seconds(s) for s in self.sides}
+        self._busy_mark = dict(self.started_busy)
+
+    def generated(self, index: int, report: RolloutReport, load_s: float) -> None:
+        self._generated_tokens += report.tokens
+        self._times["gen"] = max(self._times["gen"], report.busy_s)
+        self._times["update_weights"] = max(self._times["update_weights"], load_s)
+
+    def scored(self, report: ScoreReport) -> None:
+        self._scores.update(report.rewards)
+        self._times["reward"] = max(self._times["reward"], report.busy_s)
+        self._abstained += len(report.unscored)
+        for row, why in report.unscored.items():
+            if why not in self._recent:
+                self._recent.append(why)
+                get_logger("reward").warning("answer of row %d has no score: %s", row, why)
+
+    def referenced(self, busy_s: float) -> None:
+        self._times["reference"] = max(self._times["reference"], busy_s)
+
+    def trained(self, step: int, claim: Any, reports: Sequence[ChunkReport]) -> None:
+        """A chunk was trained at version `step`."""
+        self._parts += [r.sums for r in reports]
+        self._times["forward_backward"] += max(r.busy_s for r in reports)
+        rewards = np.array([self._scores.pop(int(r)) for r in claim.rows])
+        self._step_rewards += rewards.tolist()
+        for group in np.unique(claim.group_ids):
+            of_group = rewards[claim.group_ids == group]
+            self._zero_std.append(bool(of_group.max() == of_group.min()))
+        self._lag_oldest += (step - claim.version_min).tolist()
+        self._lag_newest += (step - claim.version_max).tolist()
+        self._tokens += int(claim.tokens.sum())
+        by_row = dict(zip(claim.rows.tolist(), rewards.tolist()))
+        for row, prompt, answer, truth, version in (s for r in reports for s in r.samples):
+            self.samples.write(
+                step,
+                SampleText(version, self.decode(prompt), self.decode(answer), by_row[row], truth, step - version),
+            )
+
+    async def step_done(
+        self,
+        step: int,
+        finish: Sequence[FinishReport],
+        window: StalenessWindow,
+        book: StepBook,
+        sync: WeightSync,
+        stats: Mapping[str, Any],
+    ) -> None:
+        """Write the step's metrics and move the marks."""
+        now = time.perf_counter()
+        wall = now - self._mark
+        optim = finish[0].optim
+        self.skipped += not optim.applied
+        self.rewards.append(float(np.mean(self._step_rewards)) if self._step_rewards else float("nan"))
+        self.lags.update(self._lag_oldest)
+        self._trained_tokens += self._tokens
+        metrics = reduce_sums(self._parts)
+        metrics |= describe("reward", self._step_rewards)
+        metrics |= self._sample_metrics() | self._times_of(finish, wall)
+        metrics |= {
+            "actor/grad_norm": optim.grad_norm,
+            "actor/lr": optim.lr,
+            "train/skipped_steps": self.skipped,
+            "perf/samples_per_s": len(self._step_rewards) / wall,
+            "perf/tokens_per_s": self._tokens / wall,
+            "perf/gen_tokens_per_s": self._generated_tokens / wall,
+            "perf/host_memory_bytes": float(psutil.virtual_memory().used),
+            "weight_sync/publish_s": max(f.publish_s for f in finish),
+            "weight_sync/version": min(sync.served),
+            "weight_sync/probe_gap_max": sync.last_gap,
+            "weight_sync/load_s": sync.last_load_s,
+            "weight_sync/bytes": next(f.manifest.nbytes for f in finish if f.manifest is not None),
+            "data/epoch": book.epoch,
+            "samples/issued": window.issued,
+            "samples/trained": window.trained,
+            "samples/dropped": sum(window.dropped.values()),
+            "samples/dropped_stale": window.dropped["stale"],
+            "samples/dropped_reward": window.dropped["unscored"],
+            "samples/open": window.open,
+        }
+        metrics |= self._idle(wall) | {f"queue/{task}": float(n) for task, n in waiting_rows(stats).items()}
+        metrics |= self._pending_eval
+        self.metrics.write(step, metrics)
+        self.progress.step(step, metrics)
+        self._reset(now)
+
+    def _sample_metrics(self) -> dict[str, float]:
+        n = max(1, len(self._step_rewards))
+        return {
+            "reward/std": float(np.std(self._step_rewards)) if self._step_rewards else float("nan"),
+            "reward/zero_std_fraction": float(np.mean(self._zero_std)) if self._zero_std else float("nan"),
+            "reward/abstained_fraction": self._abstained / (n + self._abstained),
+            "staleness/mean": float(np.mean(self._lag_newest or [0])),
+            "staleness/max": max(self._lag_newest, default=0),
+            "staleness/worst_mean": float(np.mean(self._lag_oldest or [0])),
+            "staleness/worst_max": max(self._lag_oldest, default=0),
+        }
+
+    def _times_of(self, finish: Sequence[FinishReport], wall: float) -> dict[str, float]:
+        times = {f"timing_s/{name}": float(value) for name, value in self._times.items()}
+        return times | {"timing_s/step": wall, "timing_s/optim_step": max(f.busy_s - f.publish_s for f in finish)}
+
+    def _idle(self, wall: float) -> dict[str, float]:
+        busy = {s: self.busy.seconds(s) - self._busy_mark[s] for s in self.sides}
+        rollout = [busy[s] for s in self.sides if s != "trainer"]
+        return {
+            "idle/trainer": max(0.0, 1 - busy["trainer"] / wall),
+            "idle/rollout": max(0.0, 1 - sum(rollout) / len(rollout) / wall),
+        }
+
+    def _reset(self, now: float) -> None:
+        self._mark = now
+        self._busy_mark = {s: self.busy.seconds(s) for s in self.sides}
+        self._parts, self._step_rewards, self._zero_std = [], [], []
+        self._lag_oldest, self._lag_newest = [], []
+        self._times.clear()
+        self._abstained = self._generated_tokens = self._tokens = 0
+        self._pending_eval = {}
+
+    def evaluated(self, version: int, value: float | None) -> None:
+        if value is None:
+            return
+        self.heldout.append((version, value))
+        self._pending_eval = {"eval/heldout_greedy": value, "eval/version": version}
+        self.progress.heldout(value)
+
+    def data_ended(self, step: int) -> None:
+        self.ended_early = (
+            f"data ends after {step} steps (data.epochs, trainer.steps asked for {self.config.trainer.steps})"
+        )
+        get_logger("data").warning(self.ended_early)
+
+    def summary(self, window: StalenessWindow, sync: WeightSync, wall_s: float, error: str = "") -> dict[str, Any]:
+        """What `summary.json` holds; `reward_last` is the mean of the last ten steps."""
+        loop_s = time.perf_counter() - self.started
+        last = self.rewards[-10:]
+        sides = {s: self.busy.seconds(s) - self.started_busy[s] for s in self.sides}
+        rollout = [v for s, v in sides.items() if s != "trainer"]
+        return {
+            "task": self.config.data.task,
+            "model": self.config.model.source,
+            "reward_first": self.rewards[0] if self.rewards else None,
+            "reward_last": float(np.mean(last)) if last else None,
+            "heldout_first": self.heldout[0][1] if self.heldout else None,
+            "heldout_greedy": self.heldout[-1][1] if self.heldout else None,
+            "steps": len(self.rewards),
+            "wall_s": round(wall_s, 2),
+            "loop_s": round(loop_s, 3),
+            "max_lag": max(self.lags, default=0),
+            "lag_histogram": {str(k): v for k, v in sorted(self.lags.items())},
+            "samples_issued": window.issued,
+            "samples_trained": window.trained,
+            "samples_dropped": sum(window.dropped.values()),
+            "samples_open": window.open,
+            "dropped_by_reason": dict(window.dropped),
+            "skipped_steps": self.skipped,
+            "samples_per_s": window.trained / loop_s if self.rewards else None,
+            "tokens_per_s": self._trained_tokens / loop_s if self.rewards else None,
+            "trainer_idle_share": max(0.0, 1 - sides["trainer"] / loop_s) if self.rewards else None,
+            "rollout_idle_share": max(0.0, 1 - sum(rollout) / len(rollout) / loop_s) if self.rewards else None,
+            "rollout_train_logprob_gap_max": sync.gap_max,
+            "note": self.ended_early,
+            "error": error,
+        }
+
+
+def waiting_rows(stats: Mapping[str, Any]) -> dict[str, int]:
+    """Rows that are ready for a task and held by nobody."""
+    return {task: int(of["ready"]) for task, of in stats["tasks"].items() if task in ("rollout", "reward", "train")}

@@ -1,0 +1,186 @@
+"""What runs beside a training engine in every trainer rank."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mindspeed_asyncflow.algorithms.aggregate import loss_denominator
+from mindspeed_asyncflow.config.schema import AlgorithmConfig
+from mindspeed_asyncflow.dock.client import DockClient
+from mindspeed_asyncflow.engines.base import TrainEngine
+from mindspeed_asyncflow.observe.trace import Tracer
+from mindspeed_asyncflow.records import OptimReport, TrainSample, WeightManifest
+from mindspeed_asyncflow.reshard.relay import RelayWriter
+from mindspeed_asyncflow.workflow.batcher import pack
+
+TRAIN_COLUMNS = ["prompt_ids", "response_ids", "rollout_logprobs", "advantage", "finish"]
+CUT_OFF = 1  # code of the `finish` column for an answer that ended at the length limit
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReport:
+    """Sums over the rows of one replica's share of a chunk."""
+
+    sums: dict[str, float]
+    busy_s: float
+    samples: list[tuple] = field(default_factory=list)  # (row, prompt_ids, response_ids, truth, version_min) to show
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReport:
+    """The end of a global batch: what the optimizer did and the weights that came of it."""
+
+    optim: OptimReport
+    manifest: WeightManifest | None  # from rank 0
+    probe: list[np.ndarray]  # log-probabilities of the probe answers at the new version, float32 [L] each
+    busy_s: float
+    publish_s: float
+
+
+class TrainWorker:
+    """One trainer rank. All ranks get the same calls in the same order."""
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        dock: DockClient,
+        algorithm: AlgorithmConfig,
+        *,
+        name: str,
+        replica: int,
+        relay: RelayWriter | None,
+        tracer: Tracer,
+    ) -> None:
+        self.engine, self.dock, self.algorithm, self.name = engine, dock, algorithm, name
+        self.replica, self.relay, self.tracer = replica, relay, tracer
+        self.probe: list[tuple[np.ndarray, np.ndarray]] = []
+        self.columns = TRAIN_COLUMNS + (["ref_logprobs"] if algorithm.kl_coef > 0 else [])
+
+    def train(
+        self,
+        plan: list[list[list[int]]],
+        versions: dict[int, tuple[int, int]],
+        groups: dict[int, tuple[int, int]],
+        samples_wanted: int = 0,
+    ) -> ChunkReport:
+        """Accumulate gradients over this replica's micro-batches of `plan` ([replica][micro-batch][row]).
+
+        `versions` and `groups` give (min, max) policy version and (group id, member) of each row.
+        """
+        began = time.perf_counter()
+        with self.tracer.span("train/forward_backward", lane=self.name):
+            mine = plan[self.replica]
+            rows = np.array([r for batch in mine for r in batch], dtype=np.int64)
+            samples, finish = self._read(rows, versions, groups)
+            by_row = {s.row: s for s in samples}
+            sums = self.engine.forward_backward([pack([by_row[r] for r in batch]) for batch in mine])
+        shown = samples[:samples_wanted]
+        truths = self.dock.read([s.row for s in shown], ["truth"])["truth"] if shown else []
+        return ChunkReport(
+            sums | lengths(samples, finish),
+            time.perf_counter() - began,
+            [
+                (s.row, np.array(s.prompt_ids), np.array(s.response_ids), bytes(t).decode("utf-8"), s.version_min)
+                for s, t in zip(shown, truths)
+            ],
+        )
+
+    def _read(self, rows, versions, groups) -> tuple[list[TrainSample], np.ndarray]:
+        if not len(rows):
+            return [], np.zeros(0, dtype=np.uint8)
+        columns = self.dock.read(rows, self.columns)
+        reference = columns.get("ref_logprobs")
+        samples = [
+            TrainSample(
+                row=int(row),
+                group_id=groups[int(row)][0],
+                member=groups[int(row)][1],
+                prompt_ids=columns["prompt_ids"][i],
+                response_ids=columns["response_ids"][i],
+                rollout_logprobs=columns["rollout_logprobs"][i],
+                advantage=float(columns["advantage"][i]),
+                version_min=versions[int(row)][0],
+                version_max=versions[int(row)][1],
+                ref_logprobs=None if reference is None else reference[i],
+            )
+            for i, row in enumerate(rows)
+        ]
+        return samples, columns["finish"]
+
+    def finish(self, version: int, tokens: int, sequences: int) -> FinishReport:
+        """One optimizer step over everything accumulated, then publish `version` to the relay."""
+        began = time.perf_counter()
+        denominator = loss_denominator(self.algorithm.aggregation, tokens, sequences)
+        with self.tracer.span("train/optimizer", lane=self.name, version=version):
+            optim = self.engine.optim_step(denominator)
+        manifest, publish_s = self._publish(version)
+        probe = self._probe()
+        return FinishReport(optim, manifest, probe, time.perf_counter() - began, publish_s)
+
+    def start(self, version: int, probe: Sequence[tuple[np.ndarray, np.ndarray]]) -> FinishReport:
+        """Publish the starting weights and remember the probe answers."""
+        self.probe = list(probe)
+        manifest, publish_s = self._publish(version)
+        return FinishReport(OptimReport(True, 0.0, 0.0), manifest, self._probe(), 0.0, publish_s)
+
+    def _publish(self, version: int) -> tuple[WeightManifest | None, float]:
+        began = time.perf_counter()
+        with self.tracer.span("train/publish", lane=self.name, version=version):
+            weights = self.engine.export_weights()
+            if self.relay is None:  # takes part in the collectives only
+                for _ in weights:
+                    pass
+                return None, time.perf_counter() - began
+            manifest = self.relay.publish(version, weights)
+        return manifest, time.perf_counter() - began
+
+    def _probe(self) -> list[np.ndarray]:
+        if not self.probe:
+            return []
+        samples = [
+            TrainSample(-1, i, 0, p, r, np.zeros(len(r), np.float32), 0.0, 0, 0) for i, (p, r) in enumerate(self.probe)
+        ]
+        with self.tracer.span("train/probe", lane=self.name):
+            packed = pack(samples)
+            flat = self.engine.logprobs([packed])[0]
+        cuts = np.cumsum([len(r) for _, r in self.probe])[:-1]
+        return np.split(flat[packed.loss_mask > 0], cuts)
+
+    def save(self, folder: str, extra: dict) -> None:
+        """Checkpoint shards, then the Hugging Face folder of the trained policy beside it."""
+        with self.tracer.span("train/save", lane=self.name):
+            self.engine.save_checkpoint(str(Path(folder) / "trainer"), extra)
+            self.engine.save_hf(str(Path(folder) / "hf"))
+            if self.relay is not None:
+                (Path(folder) / "extra.json").write_text(json.dumps(extra))
+
+    def close(self) -> None:
+        self.engine.close()
+        if self.relay is not None:
+            self.relay.close()
+        self.dock.close()
+        self.tracer.close()
+
+
+def lengths(samples: Sequence[TrainSample], finish: np.ndarray) -> dict[str, float]:
+    """Parts of the length metrics."""
+    if not samples:
+        return {}
+    prompts = [len(s.prompt_ids) for s in samples]
+    answers = [len(s.response_ids) for s in samples]
+    return {
+        "samples_count": len(samples),
+        "prompt_length_sum": sum(prompts),
+        "prompt_length/max": max(prompts),
+        "prompt_length/min": min(prompts),
+        "response_length_sum": sum(answers),
+        "response_length/max": max(answers),
+        "response_length/min": min(answers),
+        "response_length/clip_ratio_sum": float((np.asarray(finish) == CUT_OFF).sum()),
+    }
