@@ -1,0 +1,72 @@
+"""The CPU as a training device: gloo, host memory, and megatron-core behind the torch.cuda shims."""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import Any
+
+from mindspeed_asyncflow.errors import PlatformError
+
+
+def resident_bytes() -> tuple[int, int]:
+    """(now, peak) resident set of this process, in bytes: the honest CPU figure for "device memory"."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    try:
+        with open("/proc/self/statm") as f:
+            now = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        now = peak
+    return now, peak
+
+
+class CpuPlatform:
+    name = "cpu"
+    backend = "gloo"
+    ray_resource = ""
+    visible_env = ""
+
+    def prepare_trainer(self, threads: int) -> None:
+        import torch
+
+        from mindspeed_asyncflow.platforms import cpu_shims
+
+        torch.set_num_threads(threads)
+        cpu_shims.apply()
+
+    def device(self, physical_id: int | None = None) -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the caller's back on a CPU."""
+
+    def memory_bytes(self) -> tuple[int, int]:
+        return resident_bytes()
+
+    def transformer_overrides(self) -> dict[str, Any]:
+        return {
+            # every fused kernel is a device kernel
+            "gradient_accumulation_fusion": False,
+            "masked_softmax_fusion": False,
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+            "apply_rope_fusion": False,
+            "persist_layer_norm": False,
+            "moe_grouped_gemm": False,
+            "moe_permute_fusion": False,
+            # gloo's isend still reads the tensor that this option would free
+            "deallocate_pipeline_outputs": False,
+        }
+
+    def check_transformer_config(self, config: Any) -> None:
+        for field, wanted in self.transformer_overrides().items():
+            if getattr(config, field, wanted) != wanted:
+                raise PlatformError(
+                    f"megatron setting {field}={getattr(config, field)!r} cannot be used on the CPU platform "
+                    f"(must be {wanted!r}); with deallocate_pipeline_outputs=True gradients are silently wrong"
+                )
+        vpp = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
+        if vpp > 1 and (getattr(config, "batch_p2p_comm", False) or not getattr(config, "overlap_p2p_comm", True)):
+            raise PlatformError("a virtual pipeline needs overlap_p2p_comm=True and batch_p2p_comm=False")

@@ -1,0 +1,115 @@
+"""One function per operator: the Ascend kernel where torch_npu is loaded, else torch."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mindspeed_asyncflow.platforms.packing import PackedLayout
+
+NPU_MASK_SIDE = 2048  # npu_fusion_attention wants this fixed causal mask with sparse_mode 3
+NPU_MAX_SAMPLES = 1024  # longest list of sequence ends that it takes
+
+_npu_masks: dict[torch.device, torch.Tensor] = {}
+
+
+def _torch_npu(x: torch.Tensor) -> Any:
+    """torch_npu when `x` lives on an NPU, else None."""
+    return sys.modules.get("torch_npu") if x.device.type == "npu" else None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension. x: [..., H], weight: [H]."""
+    npu = _torch_npu(x)
+    if npu is not None:
+        return npu.npu_rms_norm(x, weight, epsilon=eps)[0]
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class _ToPadded(torch.autograd.Function):
+    """[T, ...] tokens -> [P, ...] slots. Both directions are gathers: each token owns exactly one slot."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        ctx.layout = layout
+        return x.index_select(0, layout.token_of_slot)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # a padding slot repeats a token, but nothing real depends on it: its gradient is zero
+        return grads[0].index_select(0, ctx.layout.slot_of_token), None
+
+
+class _FromPadded(torch.autograd.Function):
+    """[P, ...] slots -> [T, ...] tokens; padding slots get a zero gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        ctx.layout = layout
+        return x.index_select(0, layout.slot_of_token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        out = grads[0].index_select(0, ctx.layout.token_of_slot)
+        if ctx.layout.padding_slots is not None:
+            out.index_fill_(0, ctx.layout.padding_slots, 0.0)
+        return out, None
+
+
+def attention_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout, scale: float
+) -> torch.Tensor:
+    """Causal attention inside each sample of a packed sequence.
+
+    q: [T, Nq, D]; k, v: [T, Nkv, D] with Nkv dividing Nq (grouped queries); returns [T, Nq * D].
+    """
+    if _torch_npu(q) is not None:
+        return _npu_attention_packed(q, k, v, layout, scale)
+    if layout.token_of_slot is not None:
+        q, k, v = (_ToPadded.apply(t, layout) for t in (q, k, v))
+    outs = []
+    for bucket in layout.buckets:
+        rows = slice(bucket.start, bucket.start + bucket.rows * bucket.length)
+        bq, bk, bv = (t[rows].view(bucket.rows, bucket.length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            bq, bk, bv, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )  # [B, Nq, L, D]
+        outs.append(out.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[2]))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out if layout.slot_of_token is None else _FromPadded.apply(out, layout)
+
+
+def _npu_attention_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout, scale: float
+) -> torch.Tensor:
+    npu = _torch_npu(q)
+    if q.device not in _npu_masks:
+        full = torch.ones(NPU_MASK_SIDE, NPU_MASK_SIDE, dtype=torch.bool, device=q.device)
+        _npu_masks[q.device] = torch.triu(full, diagonal=1)
+    outs, first = [], 0
+    for i in range(0, len(layout.lengths), NPU_MAX_SAMPLES):
+        ends: list[int] = []
+        for length in layout.lengths[i : i + NPU_MAX_SAMPLES]:
+            ends.append((ends[-1] if ends else 0) + length)
+        part = slice(first, first + ends[-1])
+        outs.append(
+            npu.npu_fusion_attention(
+                q[part],
+                k[part],
+                v[part],
+                q.shape[1],
+                "TND",
+                atten_mask=_npu_masks[q.device],
+                scale=scale,
+                keep_prob=1.0,
+                sparse_mode=3,
+                actual_seq_qlen=ends,
+                actual_seq_kvlen=ends,
+            )[0]
+        )
+        first += ends[-1]
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out.reshape(out.shape[0], -1)

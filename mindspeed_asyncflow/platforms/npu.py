@@ -1,0 +1,78 @@
+"""Ascend NPUs: the only file that imports torch_npu and MindSpeed.
+
+Written from the sources of torch_npu and MindSpeed and exercised with a stand-in for them in the tests; a machine
+without an NPU cannot run it for real.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.platforms.devices import logical_device
+
+VISIBLE_ENV = "ASCEND_RT_VISIBLE_DEVICES"
+
+
+def device_count() -> int:
+    """NPUs that torch_npu sees; 0 when the library or its driver cannot be loaded."""
+    try:
+        torch_npu = importlib.import_module("torch_npu")
+    except ImportError:
+        return 0
+    return int(torch_npu.npu.device_count()) if torch_npu.npu.is_available() else 0
+
+
+class NpuPlatform:
+    name = "npu"
+    backend = "hccl"
+    ray_resource = "NPU"
+    visible_env = VISIBLE_ENV
+
+    def prepare_trainer(self, threads: int) -> None:
+        """torch_npu, then MindSpeed's adaptor (which parses sys.argv, so that is emptied around it), then megatron."""
+        if any(name.startswith("megatron.core") for name in sys.modules):
+            raise PlatformError("the NPU platform must be prepared before megatron.core is imported in this process")
+        import torch
+
+        torch.set_num_threads(threads)
+        try:
+            importlib.import_module("torch_npu")
+        except ImportError as error:
+            raise PlatformError(f"torch_npu cannot be loaded ({error}): source CANN's set_env.sh first") from error
+        argv, sys.argv = sys.argv, sys.argv[:1]
+        try:
+            importlib.import_module("mindspeed.megatron_adaptor")
+        except ImportError as error:
+            raise PlatformError(f"MindSpeed cannot be loaded ({error}): run the NPU set-up script") from error
+        finally:
+            sys.argv = argv
+
+    def device(self, physical_id: int | None = None) -> Any:
+        import torch
+
+        npu = torch.npu  # type: ignore[attr-defined]
+        if physical_id is not None:
+            npu.set_device(logical_device(physical_id, os.environ.get(VISIBLE_ENV)))
+        return torch.device("npu", npu.current_device())
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.npu.synchronize()  # type: ignore[attr-defined]
+
+    def memory_bytes(self) -> tuple[int, int]:
+        import torch
+
+        npu = torch.npu  # type: ignore[attr-defined]
+        return int(npu.memory_allocated()), int(npu.max_memory_allocated())
+
+    def transformer_overrides(self) -> dict[str, Any]:
+        # the local layer spec with our own norm and attention modules calls the NPU operators itself
+        return {"gradient_accumulation_fusion": False, "masked_softmax_fusion": False, "persist_layer_norm": False}
+
+    def check_transformer_config(self, config: Any) -> None:
+        """Every field that megatron accepts is computed rightly here."""
