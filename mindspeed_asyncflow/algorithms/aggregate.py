@@ -18,7 +18,7 @@ _PER_SEQUENCE = ("seq-mean-token-mean", "seq-mean-token-sum")
 def token_weights(batch: MicroBatch, mode: str) -> np.ndarray:
     """float32 [T] weight of each token loss: 0 where masked, 1, or 1 / (trained tokens of the token's sample).
 
-    `batch` must hold whole samples: an engine that cuts inside a sample takes weights first and cuts them too.
+    `batch` must hold whole samples: a part of one cannot know how many tokens the rest has.
     """
     mask = np.asarray(batch.loss_mask)
     _known(mode)

@@ -22,9 +22,8 @@ def convert(folder: Path, log: Callable[[str], None]) -> None:
     from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     log("dequantising SmolLM2-135M-Instruct (once; about 20 s)")
-    where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    llama = LlamaForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    llama = LlamaForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     config = Qwen2Config(
         vocab_size=llama.config.vocab_size,
         hidden_size=llama.config.hidden_size,
@@ -49,7 +48,7 @@ def convert(folder: Path, log: Callable[[str], None]) -> None:
                     raise DataError(f"{gguf.name} lacks the tensor {name}")
                 parameter.zero_()
     qwen2.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    save_folder(folder, qwen2.to(torch.bfloat16), tokenizer)
+    save_folder(folder, qwen2.bfloat16(), tokenizer)
 
 
 def _weights_file() -> Path:
