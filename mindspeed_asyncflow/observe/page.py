@@ -12,7 +12,8 @@ _STYLE = """
 @media(prefers-color-scheme:dark){:root{--bg:#12151b;--panel:#1a1f28;--ink:#e7eaf0;--soft:#9aa3b2;--rule:#2c333f;
 --bad:#ff8a7a;DARK}}
 *{box-sizing:border-box}
-body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif}
+body{margin:0;background:var(--bg);color:var(--ink)}
+body{font:15px/1.5 system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif}
 main{max-width:1120px;margin:0 auto;padding:24px 20px 60px}
 h1{font-size:22px;margin:0 0 12px}h2{font-size:17px;margin:28px 0 10px}h3{font-size:14px;margin:6px 0;color:var(--soft)}
 .words,.missing,figure,.card,details,.scroll,pre{background:var(--panel);border:1px solid var(--rule);border-radius:8px}
@@ -22,7 +23,7 @@ h1{font-size:22px;margin:0 0 12px}h2{font-size:17px;margin:28px 0 10px}h3{font-s
 .card{padding:10px 14px}.card b{display:block;font-size:22px;font-weight:600;font-variant-numeric:tabular-nums}
 .card span,figcaption,p{color:var(--soft)}.words{color:var(--ink)}
 .grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(460px,100%),1fr));gap:14px}.grid2>*{min-width:0}
-figure{margin:0;padding:12px 14px}figcaption{font-weight:600;margin-bottom:6px}
+figure{margin:0;padding:12px 14px}figcaption{font-weight:600;margin-bottom:6px}small{font-weight:400;opacity:.8}
 svg{display:block;width:100%;height:auto}
 .grid{stroke:var(--rule)}.mark{stroke:var(--soft);stroke-dasharray:3 3}
 .tick,.lane{fill:var(--soft);font-size:12px}.lane{fill:var(--ink)}
@@ -35,7 +36,7 @@ th,td{text-align:left;padding:5px 10px;border-bottom:1px solid var(--rule);verti
 tr:last-child td{border-bottom:0}.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 code,pre{font-family:ui-monospace,"DejaVu Sans Mono",Menlo,monospace;font-size:12.5px}
 pre{padding:12px 14px;margin:0;overflow-x:auto;white-space:pre-wrap;overflow-wrap:anywhere}
-details{padding:10px 14px}details pre{border:0;padding:10px 0 0}summary{cursor:pointer;font-weight:600}
+details{padding:10px 14px;margin-top:28px}details pre{border:0;padding:10px 0 0}summary{cursor:pointer;font-weight:600}
 """
 
 

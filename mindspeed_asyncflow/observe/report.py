@@ -1,4 +1,4 @@
-"""`report.html`: one self-contained page about a run, from what lies in its folder. Missing pieces are named, not fatal."""
+"""`report.html`: one self-contained page about a run, from what lies in its folder. Missing pieces are named."""
 
 from __future__ import annotations
 
@@ -19,6 +19,24 @@ from mindspeed_asyncflow.observe.trace import read_events, sub_lane
 
 History = dict[str, list[tuple[int, float]]]  # metric name -> (step, value; NaN where it was not finite)
 
+_CURVES: tuple[tuple[str, dict[str, str], dict[str, Any]], ...] = (  # title, {metric: label}, options
+    ("Lag, oldest token", {"staleness/worst_max": "largest", "staleness/worst_mean": "mean"}, {"ceiling": 1}),
+    (
+        "Response length",
+        {"response_length/mean": "mean", "response_length/max": "longest", "response_length/min": "shortest"},
+        {},
+    ),
+    ("Idle", {"idle/trainer": "trainer", "idle/rollout": "rollout"}, {"percent": True, "ceiling": 1}),
+    ("Throughput", {"perf/tokens_per_s": "tokens trained"}, {}),
+    ("Throughput", {"perf/samples_per_s": "answers trained"}, {}),
+    ("Entropy", {"actor/entropy": "policy"}, {}),
+    ("Gradient norm", {"actor/grad_norm": "before clipping"}, {}),
+    (
+        "Trainer against rollout",
+        {"rollout_corr/k3_kl": "k3 KL", "rollout_corr/abs_diff_mean": "mean |difference|"},
+        {},
+    ),
+)
 _GANTT_STEPS = 3
 _GANTT_BARS = 4000
 
@@ -104,36 +122,25 @@ def _cards(summary: dict[str, Any], history: History) -> str:
 
 
 def _charts(summary: dict[str, Any], history: History) -> str:
-    def curves(*names: tuple[str, str]) -> list[Series]:
-        return [Series(label, history[n], i) for i, (n, label) in enumerate(names) if _drawable(history, n)]
-
-    figures: list[str] = []
-
-    def figure(title: str, series: Sequence[Series], **options: Any) -> None:
-        if series:
-            figures.append(f"<figure><figcaption>{escape(title)}</figcaption>{line_chart(series, **options)}</figure>")
-
-    figure("Reward", _reward_series(history), unit="score")
-    figure("Lag of trained answers (oldest token)", curves(
-        ("staleness/worst_max", "largest"), ("staleness/worst_mean", "mean")), unit="versions", ceiling=1)  # fmt: skip
-    histogram = {str(k): v for k, v in (summary.get("lag_histogram") or {}).items()}
+    reward = _reward_series(history)
+    figures = [_figure("Reward", "score", line_chart(reward))] if reward else []
+    histogram = {str(lag): count for lag, count in (summary.get("lag_histogram") or {}).items()}
     if any(histogram.values()):
         lags = sorted(histogram, key=int)
-        bars = bar_chart(lags, [histogram[k] for k in lags], unit="answers", x_label="lag in versions", color=4)
-        figures.append(f"<figure><figcaption>Answers by lag</figcaption>{bars}</figure>")
-    figure("Response length", curves(("response_length/mean", "mean"), ("response_length/max", "max"),
-           ("response_length/min", "min")), unit="tokens")  # fmt: skip
-    figure("Idle share of each side", curves(("idle/trainer", "trainer"), ("idle/rollout", "rollout")), unit="share",
-           percent=True, ceiling=1.0)  # fmt: skip
-    figure("Throughput", curves(("perf/tokens_per_s", "tokens trained")), unit="tokens/s")
-    figure("Answers per second", curves(("perf/samples_per_s", "answers trained")), unit="answers/s")
-    figure("Entropy", curves(("actor/entropy", "entropy")), unit="nat")
-    figure("Gradient norm", curves(("actor/grad_norm", "before clipping")), unit="1")
-    figure("Trainer against rollout", curves(("rollout_corr/k3_kl", "k3 KL"), ("rollout_corr/abs_diff_mean",
-           "mean |difference|")), unit="nat")  # fmt: skip
+        bars = bar_chart(lags, [histogram[lag] for lag in lags], x_label="lag in versions, oldest token", color=4)
+        figures.append(_figure("Trained answers by lag", "answers", bars))
+    for title, labels, options in _CURVES:
+        series = [Series(label, history[n], i) for i, (n, label) in enumerate(labels.items()) if _drawable(history, n)]
+        if series:
+            figures.append(_figure(title, BY_NAME[next(iter(labels))].unit, line_chart(series, **options)))
     if not figures:
         return ""
     return f'<section><h2>Curves</h2><div class="grid2">{"".join(figures)}</div></section>'
+
+
+def _figure(title: str, unit: str, chart: str) -> str:
+    small = "" if unit == "1" else f" <small>{escape(unit)}</small>"
+    return f"<figure><figcaption>{escape(title)}{small}</figcaption>{chart}</figure>"
 
 
 def _drawable(history: History, name: str) -> bool:
@@ -187,8 +194,8 @@ def _lanes(folder: RunFolder, times: dict[int, float], missing: list[str]) -> st
     lanes = [(_lane_label(*key), rows[key]) for key in sorted(rows)]
     chart = gantt(lanes, (end - begin) / 1e6, marks)
     return (
-        "<section><h2>Who worked when</h2><p>A few steps from the middle of the run; white is idle. The whole run: open "
-        f"trace/trace.json in chrome://tracing or ui.perfetto.dev.</p><figure>{chart}</figure></section>"
+        "<section><h2>Who worked when</h2><p>A few steps from the middle of the run; gaps are idle. For the whole run "
+        f"open trace/trace.json in chrome://tracing or ui.perfetto.dev.</p><figure>{chart}</figure></section>"
     )
 
 
@@ -221,7 +228,7 @@ def _samples(folder: RunFolder, missing: list[str]) -> str:
         return ""
     chosen = files if len(files) == 1 else [files[0], files[-1]]
     texts = "".join(
-        f"<div><h3>{escape(path.stem.replace('_', ' '))}</h3><pre>{escape(path.read_text(encoding='utf-8')[:3000])}</pre></div>"
+        f"<div><h3>step {int(path.stem[5:])}</h3><pre>{escape(path.read_text(encoding='utf-8')[:3000])}</pre></div>"
         for path in chosen
     )
     return f'<section><h2>Answers, first and last</h2><div class="grid2">{texts}</div></section>'

@@ -120,10 +120,12 @@ def _ledger(summary: Mapping[str, Any]) -> str:
     dropped = summary.get("samples_dropped", 0)
     reasons = {name: n for name, n in (summary.get("dropped_by_reason") or {}).items() if n}
     why = f" ({', '.join(f'{name} {n}' for name, n in sorted(reasons.items()))})" if reasons else ""
-    lag = f" The oldest token trained on was {summary['max_lag']} version(s) old." if summary.get("max_lag") else ""
+    age = summary.get("max_lag")
+    lag = f" The oldest token trained on was {age} version{'s' if age != 1 else ''} old." if age else ""
+    issued, trained = summary.get("samples_issued", 0), summary.get("samples_trained", 0)
     return (
-        f"{summary.get('samples_issued', 0)} answers were asked for: {summary.get('samples_trained', 0)} trained, "
-        f"{dropped} dropped{why}, {summary.get('samples_open', 0)} still open at the end.{lag}"
+        f"{issued:,} answers were asked for: {trained:,} trained, {dropped:,} dropped{why}, "
+        f"{summary.get('samples_open', 0):,} still open at the end.{lag}"
     )
 
 
@@ -137,9 +139,9 @@ def duration(seconds: float | None) -> str:
     """`85.2` -> `1 min 25 s`."""
     if seconds is None:
         return "an unknown time"
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{whole} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

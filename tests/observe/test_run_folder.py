@@ -1,0 +1,41 @@
+"""Where a run leaves what."""
+
+import pytest
+
+from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.observe.run_folder import RunFolder
+
+
+def test_two_runs_in_one_second_get_two_folders_and_latest_is_the_second(tmp_path):
+    first = RunFolder.create(tmp_path / "runs", "grpo", "a: 1\n")
+    second = RunFolder.create(tmp_path / "runs", "grpo", "a: 2\n")
+    assert first.path != second.path
+    assert (tmp_path / "runs" / "latest").resolve() == second.path.resolve()
+    assert first.config.read_text() == "a: 1\n"
+
+
+def test_latest_survives_moving_the_runs_folder(tmp_path):
+    made = RunFolder.create(tmp_path / "runs", "grpo", "a: 1\n")
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    assert (tmp_path / "moved" / "latest" / "config.yaml").read_text() == "a: 1\n"
+    assert made.path.name == (tmp_path / "moved" / "latest").resolve().name
+
+
+def test_no_temporary_link_stays_behind(tmp_path):
+    made = RunFolder.create(tmp_path, "grpo", "")
+    assert {p.name for p in tmp_path.iterdir()} == {"latest", made.path.name}
+
+
+def test_a_folder_that_cannot_be_written_names_the_setting(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlatformError, match=r"run\.folder"):
+        RunFolder.create(tmp_path / "file" / "runs", "grpo", "")
+
+
+def test_a_real_folder_named_latest_is_not_replaced(tmp_path):
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "latest" / "keep").write_text("mine")
+    with pytest.raises(PlatformError, match=r"run\.folder"):
+        RunFolder.create(tmp_path, "grpo", "")
+    assert (tmp_path / "latest" / "keep").read_text() == "mine"
+    assert not list(tmp_path.glob(".latest-*"))

@@ -1,0 +1,94 @@
+"""summary.json adds up, is written whole, and is told in words."""
+
+import json
+
+import pytest
+
+from mindspeed_asyncflow.errors import MetricError
+from mindspeed_asyncflow.observe.run_folder import RunFolder
+from mindspeed_asyncflow.observe.summary import REQUIRED, check_summary, closing_words, duration, write_summary
+
+GOOD = {
+    "reward_first": 0.21,
+    "reward_last": 0.86,
+    "heldout_greedy": 0.97,
+    "steps": 60,
+    "wall_s": 124.2,
+    "max_lag": 1,
+    "samples_issued": 15872,
+    "samples_trained": 15360,
+    "samples_dropped": 8,
+    "samples_open": 504,
+    "rollout_train_logprob_gap_max": 1.4e-6,
+}
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_every_required_key_is_missed(key):
+    check_summary(GOOD)
+    with pytest.raises(MetricError, match=key):
+        check_summary({k: v for k, v in GOOD.items() if k != key})
+
+
+@pytest.mark.parametrize("key", ["samples_issued", "samples_trained", "samples_dropped", "samples_open"])
+def test_one_lost_or_doubled_sample_is_found(key):
+    with pytest.raises(MetricError, match="lost or counted twice"):
+        check_summary(GOOD | {key: GOOD[key] + 1})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"samples_open": -1, "samples_issued": 15367},
+        {"steps": 60.0},
+        {"steps": None},
+        {"reward_last": float("nan")},
+        {"wall_s": "124"},
+        {"dropped_by_reason": {"stale": 7}},
+    ],
+)
+def test_values_that_cannot_be_right_are_refused(change):
+    with pytest.raises(MetricError):
+        check_summary(GOOD | change)
+
+
+def test_a_refused_summary_leaves_the_old_file(tmp_path):
+    folder = RunFolder.create(tmp_path, "t", "")
+    write_summary(folder, GOOD)
+    with pytest.raises(MetricError):
+        write_summary(folder, GOOD | {"steps": -1})
+    assert json.loads(folder.summary.read_text()) == GOOD
+    assert not list(folder.path.glob("*.tmp"))
+
+
+def test_words_of_a_good_run_name_result_ledger_and_place(tmp_path):
+    words = closing_words(GOOD | {"dropped_by_reason": {"stale": 8}, "task": "sort4", "model": "tiny"}, tmp_path)
+    for part in ("tiny on sort4", "60 steps", "2 min 04 s", "0.21 to 0.86", "0.97", "8 dropped (stale 8)",
+                 "504 still open", "1 version old", str(tmp_path), "report.html"):  # fmt: skip
+        assert part in words, part
+    assert "FAILED" not in words and "did not learn" not in words
+
+
+def test_words_say_when_nothing_was_learned():
+    assert "did not learn" in closing_words(GOOD | {"reward_last": 0.21})
+    assert "worse" in closing_words(GOOD | {"reward_last": 0.1})
+
+
+def test_words_of_a_run_that_failed_before_the_first_step_give_the_root_error(tmp_path):
+    nothing = dict.fromkeys(REQUIRED) | dict.fromkeys([k for k in REQUIRED if k.startswith("samples")] + ["steps"], 0)
+    failed = nothing | {"error": "WorkerLost: rollout0 died", "wall_s": 3.0}
+    check_summary(failed)
+    words = closing_words(failed, tmp_path)
+    assert words.startswith("The run FAILED after 0 steps") and "WorkerLost: rollout0 died" in words
+    assert "log.txt" in words and "None" not in words
+
+
+def test_durations_read_like_speech():
+    assert [duration(s) for s in (0.25, 9.97, 59, 59.97, 85.2, 3725)] == [
+        "0.2 s",
+        "10 s",
+        "59 s",
+        "1 min 00 s",
+        "1 min 25 s",
+        "1 h 02 min",
+    ]
