@@ -18,7 +18,8 @@ main{max-width:1120px;margin:0 auto;padding:24px 20px 60px}
 h1{font-size:22px;margin:0 0 12px}h2{font-size:17px;margin:28px 0 10px}h3{font-size:14px;margin:6px 0;color:var(--soft)}
 .words,.missing,figure,.card,details,.scroll,pre{background:var(--panel);border:1px solid var(--rule);border-radius:8px}
 .words{padding:14px 16px;margin:0 0 16px}.failed{border-color:var(--bad);border-left:5px solid var(--bad)}
-.missing{padding:2px 16px 4px}.missing h2{margin:10px 0 0}.missing ul{margin:6px 0 10px;padding-left:20px}
+.missing{padding:2px 16px 4px;margin-top:16px}
+.missing h2{margin:10px 0 0}.missing ul{margin:6px 0 10px;padding-left:20px}
 .cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:10px}
 .card{padding:10px 14px}.card b{display:block;font-size:22px;font-weight:600;font-variant-numeric:tabular-nums}
 .card span,figcaption,p{color:var(--soft)}.words{color:var(--ink)}

@@ -122,7 +122,7 @@ def _cards(summary: dict[str, Any], history: History) -> str:
 
 
 def _charts(summary: dict[str, Any], history: History) -> str:
-    reward = _reward_series(history)
+    reward = _reward_series(summary, history)
     figures = [_figure("Reward", "score", line_chart(reward))] if reward else []
     histogram = {str(lag): count for lag, count in (summary.get("lag_histogram") or {}).items()}
     if any(histogram.values()):
@@ -147,15 +147,29 @@ def _drawable(history: History, name: str) -> bool:
     return any(math.isfinite(value) for _, value in history.get(name, ()))
 
 
-def _reward_series(history: History) -> list[Series]:
+def _heldout(summary: dict[str, Any], history: History) -> list[tuple[int, float]]:
+    """(steps trained when measured, score). The evaluation after the last step is in the summary only."""
+    trained = dict(history.get("eval/version", ()))
+    points = [
+        (int(trained.get(step, step)), value)
+        for step, value in history.get("eval/heldout_greedy", ())
+        if math.isfinite(value)
+    ]
+    last, steps = summary.get("heldout_greedy"), summary.get("steps", 0)
+    if last is not None and (not points or points[-1][0] < steps):
+        points.append((steps, last))
+    return points
+
+
+def _reward_series(summary: dict[str, Any], history: History) -> list[Series]:
     series = []
     if _drawable(history, "reward/mean"):
         points = history["reward/mean"]
         series.append(Series("sampled, each step", points, 0, "faint" if len(points) > 8 else "line"))
         if len(points) > 8:
             series.append(Series("sampled, mean of 5 steps", _moving_mean(points, 5), 0))
-    if _drawable(history, "eval/heldout_greedy"):
-        heldout = history["eval/heldout_greedy"]
+    heldout = _heldout(summary, history)
+    if heldout:
         series.append(Series("held-out, greedy", heldout, 1, "dots" if len(heldout) < 3 else "line"))
     return series
 

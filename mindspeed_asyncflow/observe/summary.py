@@ -25,9 +25,9 @@ REQUIRED = (
     "samples_open",
     "rollout_train_logprob_gap_max",
 )
-"""Keys of every summary. Further ones that are shown where present: `error` (root error of a failed run),
-`heldout_first`, `dropped_by_reason` {reason: answers}, `lag_histogram` {lag: answers}, `samples_per_s`, `tokens_per_s`,
-`trainer_idle_share`, `rollout_idle_share`, `task`, `model`."""
+"""Keys of every summary. Further ones that are shown where present: `error` (root error of a failed run), `note` (why it
+ended early without an error), `heldout_first`, `dropped_by_reason` {reason: answers}, `lag_histogram` {lag: answers},
+`samples_per_s`, `tokens_per_s`, `trainer_idle_share`, `rollout_idle_share`, `task`, `model`."""
 
 _COUNTS = ("steps", "samples_issued", "samples_trained", "samples_dropped", "samples_open")
 
@@ -77,6 +77,8 @@ def closing_words(summary: Mapping[str, Any], folder: Path | str | None = None) 
     """What happened, in a few plain lines; `folder`: where the results lie."""
     get = summary.get
     lines = [_opening(summary)]
+    if get("note"):
+        lines.append(f"Note: {get('note')}.")
     first, last = get("reward_first"), get("reward_last")
     if first is not None and last is not None:
         lines.append(f"Reward went from {_num(first)} to {_num(last)}{_trend(first, last)}.")

@@ -172,7 +172,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/gen_tokens_per_s", "tokens/s", "last", "", "",
            "Response tokens generated per second of wall time."),
     Metric("perf/host_memory_bytes", "bytes", "last", "", "",
-           "Resident memory of all processes of the run."),
+           "Memory in use on the driver's node, all processes."),
     _timing("step", "Wall time of the step.", "timing_s/step"),
     _timing("wait_batch", "Trainer waited for answers."),
     _timing("forward_backward", "Forward and backward passes.", "timing_s/update_actor"),

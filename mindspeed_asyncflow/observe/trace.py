@@ -1,7 +1,8 @@
 """Spans of all processes, each process in its own file, joined into one Chrome trace (chrome://tracing, Perfetto).
 
-A line of `trace/<process>-<pid>.jsonl` is one event `[kind, lane, name, start_us, dur_us, args]`; the first line names
-the process. Times are microseconds of the epoch from a clock that never runs backwards inside a process.
+The first line of `trace/<process>-<pid>.jsonl` names the process; each further line is the list of events of about one
+second, since one list is much cheaper to encode than many lines. An event is `[kind, lane, name, start_us, dur_us,
+args]`. Times are microseconds of the epoch from a clock that never runs backwards inside a process.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ FLUSH_S = 1.0
 _FLUSH_NS = int(FLUSH_S * 1e9)
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=str).encode
 
+_FIELDS = ("kind", "lane", "name", "start_us", "dur_us", "args")
 Event = tuple[str, str, str, int, int, dict[str, Any]]  # kind X|i|C, lane, name, start ns, duration ns, args
 
 
@@ -95,10 +97,15 @@ class Tracer:
             self._flush_at = time.perf_counter_ns() + _FLUSH_NS
             if events and self._file is not None:
                 base = self._epoch_ns
-                self._write("".join(
-                    _encode([k, lane, name, (start + base) // 1000, dur // 1000, args]) + "\n"
-                    for k, lane, name, start, dur, args in events
-                ))  # fmt: skip
+                self._write(
+                    _encode(
+                        [
+                            (kind, lane, name, (start + base) // 1000, dur // 1000, args)
+                            for kind, lane, name, start, dur, args in events
+                        ]
+                    )
+                    + "\n"
+                )
 
     def close(self) -> None:
         """Write what is left; later events are ignored."""
@@ -152,13 +159,12 @@ def read_events(folder: Path | str) -> list[dict[str, Any]]:
             except json.JSONDecodeError as error:
                 if number == len(lines) - 1:
                     continue
-                raise MetricError(f"{path}:{number + 1} is not a trace event: {error}") from error
+                raise MetricError(f"{path}:{number + 1} holds no trace events: {error}") from error
             if isinstance(record, dict):
                 process = record["process"]
                 continue
-            kind, lane, name, start_us, dur_us, args = record
-            events.append({"process": process, "file": path.stem, "kind": kind, "lane": lane, "name": name,
-                           "start_us": start_us, "dur_us": dur_us, "args": args})  # fmt: skip
+            origin = {"process": process, "file": path.stem}
+            events += [origin | dict(zip(_FIELDS, event)) for event in record]
     return sorted(events, key=lambda e: (e["start_us"], -e["dur_us"]))
 
 

@@ -25,7 +25,7 @@ def test_lines_stay_in_the_frame(points):
     root = parse(line_chart([Series("a < b", points)]))
     path = "".join(e.get("d", "") for e in root.iter("path"))
     coordinates = [(float(x), float(y)) for x, y in re.findall(r"[ML]([-\d.]+),([-\d.]+)", path)]
-    coordinates += [(float(e.get("cx")), float(e.get("cy"))) for e in root.iter("circle")]
+    coordinates += [(float(e.attrib["cx"]), float(e.attrib["cy"])) for e in root.iter("circle")]
     assert len(coordinates) == sum(math.isfinite(y) for _, y in points)
     assert all(0 <= x <= W and 0 <= y <= H for x, y in coordinates)
 
@@ -49,7 +49,7 @@ def test_bars_show_shares():
 def test_a_span_that_leaves_the_window_is_cut_at_it():
     root = parse(gantt([("trainer", [Bar("step", -5.0, 50.0)])], 10.0))
     bar = next(root.iter("rect"))
-    assert float(bar.get("x")) >= 150 and float(bar.get("x")) + float(bar.get("width")) <= 991
+    assert float(bar.attrib["x"]) >= 150 and float(bar.attrib["x"]) + float(bar.attrib["width"]) <= 991
 
 
 def test_more_names_than_colours_share_the_last_one():

@@ -57,7 +57,8 @@ def folder(tmp_path):
         writer.write(step, values | ({"actor/grad_norm": float("nan")} if step == 5 else {}))
         SamplesWriter(run).write(step, SampleText(step, "p", f"answer of step {step} </pre>", 1.0, "t", 0))
     writer.write(12, {"eval/heldout_greedy": 0.97})
-    writer.close(), tracer.close()
+    writer.close()
+    tracer.close()
     write_summary(run, SUMMARY)
     return run
 
@@ -73,6 +74,16 @@ def test_a_whole_run_gives_one_page_that_loads_nothing(folder):
     assert "answer of step 0" in html and "answer of step 11" in html
     assert "Gradient norm before clipping." in html  # definitions stand in the table
     assert "Not in this report" not in html
+
+
+def test_the_evaluation_after_the_last_step_is_in_the_reward_curve(folder):
+    # Measured at version 0 (written with step 0) and at the end (known to the summary only).
+    writer = MetricsWriter(folder, tensorboard=False)
+    folder.metrics.write_text("")
+    writer.write(0, {"reward/mean": 0.1, "eval/heldout_greedy": 0.3, "eval/version": 0})
+    writer.close()
+    html = write_report(folder.path).read_text(encoding="utf-8")
+    assert "held-out, greedy, step 0: 0.3<" in html and "held-out, greedy, step 12: 0.97<" in html
 
 
 def test_text_of_users_cannot_become_markup(folder):

@@ -69,6 +69,11 @@ def test_words_of_a_good_run_name_result_ledger_and_place(tmp_path):
     assert "FAILED" not in words and "did not learn" not in words
 
 
+def test_words_pass_on_why_a_run_ended_early():
+    assert "Note: data ends after 7 steps." in closing_words(GOOD | {"note": "data ends after 7 steps"})
+    assert "Note" not in closing_words(GOOD | {"note": ""})
+
+
 def test_words_say_when_nothing_was_learned():
     assert "did not learn" in closing_words(GOOD | {"reward_last": 0.21})
     assert "worse" in closing_words(GOOD | {"reward_last": 0.1})
