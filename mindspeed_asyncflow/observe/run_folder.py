@@ -26,9 +26,7 @@ class RunFolder:
         try:
             base.mkdir(parents=True, exist_ok=True)
             folder = cls(_unique(base, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
-            for part in (folder.trace, folder.samples):
-                part.mkdir()
-            folder.config.write_text(config_yaml, encoding="utf-8")
+            folder._furnish(config_yaml)
             _point_latest(base, folder.path.name)
         except OSError as error:
             raise PlatformError(
@@ -36,6 +34,25 @@ class RunFolder:
                 "that can be written"
             ) from error
         return folder
+
+    @classmethod
+    def create_at(cls, path: Path | str, config_yaml: str) -> RunFolder:
+        """Make exactly `path`, new or empty, without a `latest`. Raises `PlatformError` where it holds something."""
+        path = Path(path).absolute()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if any(path.iterdir()):
+                raise PlatformError(f"{path} is not empty; give a new folder for the results of this run")
+            folder = cls(path)
+            folder._furnish(config_yaml)
+        except OSError as error:
+            raise PlatformError(f"cannot make the run folder {path}: {error.strerror or error}") from error
+        return folder
+
+    def _furnish(self, config_yaml: str) -> None:
+        self.trace.mkdir()
+        self.samples.mkdir()
+        self.config.write_text(config_yaml, encoding="utf-8")
 
     @property
     def config(self) -> Path:

@@ -39,3 +39,14 @@ def test_a_real_folder_named_latest_is_not_replaced(tmp_path):
         RunFolder.create(tmp_path, "grpo", "")
     assert (tmp_path / "latest" / "keep").read_text() == "mine"
     assert not list(tmp_path.glob(".latest-*"))
+
+
+def test_a_named_folder_must_be_new_or_empty(tmp_path):
+    made = RunFolder.create_at(tmp_path / "a" / "b", "x: 1\n")
+    assert made.path == tmp_path / "a" / "b" and made.config.read_text() == "x: 1\n"
+    assert not (tmp_path / "a" / "latest").exists()
+    with pytest.raises(PlatformError, match="not empty"):
+        RunFolder.create_at(made.path, "x: 2\n")
+    assert made.config.read_text() == "x: 1\n"
+    with pytest.raises(PlatformError, match="cannot make"):
+        RunFolder.create_at(made.config / "under a file", "")
