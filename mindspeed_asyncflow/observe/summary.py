@@ -26,8 +26,8 @@ REQUIRED = (
     "rollout_train_logprob_gap_max",
 )
 """Keys of every summary. Further ones that are shown where present: `error` (root error of a failed run), `note` (why
-it ended early without an error), `heldout_first`, `dropped_by_reason` {reason: answers}, `lag_histogram` {lag: answers},
-`samples_per_s`, `tokens_per_s`, `trainer_idle_share`, `rollout_idle_share`, `task`, `model`."""
+it ended early without an error), `heldout_first`, `dropped_by_reason` {reason: answers}, `lag_histogram` {lag:
+answers}, `samples_per_s`, `tokens_per_s`, `trainer_idle_share`, `rollout_idle_share`, `task`, `model`."""
 
 _COUNTS = ("steps", "samples_issued", "samples_trained", "samples_dropped", "samples_open")
 
