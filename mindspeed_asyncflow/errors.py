@@ -31,6 +31,10 @@ class DockFull(DockError):
     """A write does not fit into the warehouse (now, or ever)."""
 
 
+class ClaimLost(DockError):
+    """A result came for a claim that has ended: its lease ran out, it was released, or its worker was forgotten."""
+
+
 class DeadlineExceeded(AsyncFlowError):
     """A wait ended without its event; the message says for whom it waited and how long."""
 

@@ -1,0 +1,466 @@
+"""The control plane of one node: which rows a task may have, who holds them, who waits for them.
+
+A pure state machine: it knows no sockets, no payload and no clock (every verb takes `now`, seconds). Verbs answer at
+once; a claim that must wait is parked and answered through `outcomes` by the call that satisfies it. Rows that leave
+are listed in `departed`, for the warehouse to free their bytes.
+
+Laws, each guaranteed here and nowhere else:
+- a row is offered to a task exactly when all columns that the task reads are written and no worker of that task holds
+  or has finished it; it is claimed at the grant, and offered again when the claim is released or its lease runs out;
+- a row that is dropped or freed keeps its bytes until the last claim on it ends, and is offered to nobody;
+- no claim grants a row or group that is older than the claim's `min_version`: such rows are dropped as "stale".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mindspeed_asyncflow.dock import policies
+from mindspeed_asyncflow.dock.columns import Schema, nearest
+from mindspeed_asyncflow.dock.leases import LeaseBook, OpenClaim
+from mindspeed_asyncflow.dock.queue import CLAIMED, STATE_NAMES, WAITING, TaskQueue
+from mindspeed_asyncflow.dock.table import (
+    MAX_SLOTS,
+    NO_VERSION,
+    PARTITION_BITS,
+    GroupTable,
+    RowTable,
+    pack_handles,
+    unpack_handles,
+)
+from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError
+
+
+class Partition:
+    """Rows that know nothing of the rows of other partitions."""
+
+    def __init__(self, name: str, number: int, tasks: Sequence[str]) -> None:
+        self.name, self.number = name, number
+        self.rows, self.groups = RowTable(), GroupTable()
+        self.queues = {task: TaskQueue(self.rows, self.groups) for task in tasks}
+        self.sealed = False
+
+    def handles(self, slots: np.ndarray) -> np.ndarray:
+        return pack_handles(self.number, slots, self.rows.generation[slots])
+
+
+@dataclass(slots=True)
+class ClaimRequest:
+    """What a consumer asks for. `count` and `at_least` are in units (rows or groups)."""
+
+    task: str
+    partition: str
+    count: int
+    worker: str
+    deadline: float  # s, controller clock
+    key: object = None  # names the request in `outcomes`
+    unit: str = "rows"
+    policy: str = "fifo"
+    group_ids: list[int] | None = None
+    min_version: int | None = None
+    at_least: int = 1
+    started: float = 0.0
+    dropped: list[tuple[int, np.ndarray, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Grant:
+    """Rows given to one worker. `claim_id` 0 and no rows: nothing was left (see `sealed`) or everything was stale."""
+
+    claim_id: int
+    rows: np.ndarray  # int64 [n] handles
+    group_ids: np.ndarray  # int64 [n]
+    members: np.ndarray  # int32 [n]
+    version_min: np.ndarray  # int32 [n], -1: no versioned write yet
+    version_max: np.ndarray  # int32 [n]
+    tokens: np.ndarray  # int64 [n]
+    dropped: list[tuple[int, np.ndarray, str]]  # (group id, row handles, reason)
+    sealed: bool  # the task has had all rows of the partition: nothing will come any more
+
+
+class Controller:
+    def __init__(self, schema: Schema, lease_s: float) -> None:
+        self.schema = schema
+        self.leases = LeaseBook(lease_s)
+        self.partitions: dict[str, Partition] = {}
+        self._by_number: dict[int, Partition] = {}
+        self.waiting: dict[tuple[str, str], dict[object, ClaimRequest]] = {}
+        self._touched: set[tuple[str, str]] = set()  # queues that may satisfy somebody now
+        self.outcomes: list[tuple[object, Grant | AsyncFlowError]] = []
+        self.departed: list[tuple[Partition, np.ndarray, np.ndarray]] = []  # partition, row slots, group slots
+        self.drops: Counter[str] = Counter()
+
+    # -- rows come ------------------------------------------------------------------------------------------------
+
+    def open(self, name: str) -> Partition:
+        """The partition `name`, made on first use."""
+        if name not in self.partitions:
+            if len(self.partitions) >= 1 << PARTITION_BITS:
+                raise DockError("too many partitions")
+            part = Partition(name, len(self.partitions), list(self.schema.tasks))
+            self.partitions[name] = self._by_number[part.number] = part
+        return self.partitions[name]
+
+    def check_put(self, name: str, ids: Sequence[int], sizes: Sequence[int], counts: Sequence[int]) -> Partition:
+        """Raises DockError unless the groups can be put; changes nothing but the list of partitions."""
+        part = self.open(name)
+        if part.sealed:
+            raise DockError(f"partition {name!r} is sealed: no more rows can be put")
+        if len(set(ids)) != len(ids):
+            raise DockError("a put names the same group twice")
+        part.rows.check_room(sum(counts))
+        for group, size, count in zip(ids, sizes, counts):
+            slot = part.groups.by_id.get(group)
+            there = int(part.groups.alive[slot]) if slot is not None else 0
+            limit = int(part.groups.size[slot]) if slot is not None else size
+            if count < 1 or not 0 < size <= MAX_SLOTS or there + count > limit:
+                raise DockError(f"group {group} of {limit} rows has {there} rows already and cannot take {count} more")
+        return part
+
+    def put(
+        self, part: Partition, ids: Sequence[int], sizes: Sequence[int], counts: np.ndarray,
+        members: np.ndarray, ready: np.int64, tokens: np.ndarray, now: float,
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """Adds counts[g] rows to each group g, with the columns `ready` written. Returns row slots [n], group slots [g]."""
+        groups = part.groups.add(ids, sizes)
+        slots = part.rows.add(np.repeat(groups, counts), members, ready, tokens)
+        begin = 0
+        for group, count in zip(groups.tolist(), counts.tolist()):
+            part.groups.attach(group, slots[begin : begin + count])
+            begin += count
+        for task, queue in part.queues.items():
+            queue.enter(slots)
+            if ready & self.schema.need[task] == self.schema.need[task]:
+                queue.offer(slots)
+            self._touched.add((part.name, task))
+        self._wake(now)
+        return slots, groups
+
+    def commit(
+        self, part: Partition, slots: np.ndarray, written: np.int64, tokens: np.ndarray | None,
+        versions: tuple[np.ndarray, np.ndarray] | None, now: float,
+    ) -> None:  # fmt: skip
+        """The bytes of columns `written` are in place for `slots` (unique): tasks for which nothing is missing get them."""
+        rows = part.rows
+        before = rows.ready[slots]
+        after = before | written
+        rows.ready[slots] = after
+        if tokens is not None:
+            rows.tokens[slots] += tokens
+        if versions is not None:
+            rows.note_versions(slots, *versions)
+        live = ~rows.doomed[slots]
+        for task, queue in part.queues.items():
+            need = self.schema.need[task]
+            fresh = live & ((after & need) == need) & ((before & need) != need)
+            if fresh.any():
+                queue.offer(slots[fresh])
+                self._touched.add((part.name, task))
+        self._wake(now)
+
+    def resolve(self, rows: np.ndarray, repeats: bool = False) -> tuple[Partition, np.ndarray]:
+        """Slots of live rows. Raises StaleHandle, or DockError when they are of several partitions or (unless `repeats`) named twice."""
+        numbers, slots, generations = unpack_handles(rows)
+        part = self._by_number.get(int(numbers[0])) if len(rows) else None
+        if part is None or not bool((numbers == numbers[0]).all()):
+            raise DockError("a call names rows of one partition, at least one")
+        part.rows.check(rows, slots, generations)
+        if not repeats and len(set(slots.tolist())) != len(slots):
+            raise DockError("a call names the same row twice")
+        return part, slots
+
+    # -- rows are given out ----------------------------------------------------------------------------------------
+
+    def claim(self, request: ClaimRequest, now: float) -> Grant | None:
+        """The grant, or None: then the request is parked and `outcomes` will hold its answer."""
+        self.schema.task(request.task)
+        policies.pick(request.policy, request.unit, request.group_ids)
+        if request.count < 1 or not 0 < request.at_least <= request.count:
+            raise DockError(f"a claim needs 1 <= at_least <= count, got {request.at_least} and {request.count}")
+        request.started = now
+        grant = self._attempt(request, now)
+        if grant is None:
+            if request.deadline <= now:
+                raise self._too_late(request, now)
+            self.waiting.setdefault((request.partition, request.task), {})[request.key] = request
+        self._wake(now)
+        return grant
+
+    def cancel(self, key: object) -> None:
+        """Forgets a parked request whose asker is gone."""
+        for parked in self.waiting.values():
+            parked.pop(key, None)
+
+    def _attempt(self, request: ClaimRequest, now: float) -> Grant | None:
+        part = self.partitions.get(request.partition)
+        if part is None:
+            return None
+        queue = part.queues[request.task]
+        slots = self._choose(part, queue, request)
+        pending = queue.counts[WAITING] + queue.counts[CLAIMED] - self._own(request)
+        over = part.sealed and pending == 0 and not len(slots)
+        if not (len(slots) or over or request.dropped):
+            return None
+        claim_id = 0
+        if len(slots):
+            claim_id = self.leases.start(part.name, request.task, request.worker, slots, now).id
+            queue.take(slots, claim_id)
+            part.rows.holders[slots] += 1
+        rows = part.rows
+        return Grant(
+            claim_id, part.handles(slots), part.groups.id[rows.group[slots]], rows.member[slots],
+            rows.version_min[slots], rows.version_max[slots], rows.tokens[slots], request.dropped,
+            bool(over and not request.dropped),
+        )  # fmt: skip
+
+    def _choose(self, part: Partition, queue: TaskQueue, request: ClaimRequest) -> np.ndarray:
+        """Row slots for a claim, nothing when fewer than it needs are there. Drops what is too old on the way."""
+        groups_wanted = request.unit == "groups"
+        while True:
+            ready = queue.whole_groups if groups_wanted else queue.ready_rows
+            if not ready:
+                return np.empty(0, np.int64)
+            units = self._candidates(part, queue, request)
+            stale = self._stale(part, units, groups_wanted, request.min_version)
+            if stale.any():
+                request.dropped += self._drop_units(part, units[stale], groups_wanted, "stale")
+                continue
+            pending = queue.counts[WAITING] + queue.counts[CLAIMED] - self._own(request)
+            tail = part.sealed and pending == 0
+            if len(units) < request.at_least and not tail and not request.dropped:
+                return np.empty(0, np.int64)
+            if groups_wanted and len(units):
+                return self._members(part, units)
+            return units
+
+    def _candidates(self, part: Partition, queue: TaskQueue, request: ClaimRequest) -> np.ndarray:
+        """Units (row or group slots) that the policy picks."""
+        policy = policies.pick(request.policy, request.unit, request.group_ids)
+        if policy.order == "issue":
+            units, ready = queue.next_groups(request.count)
+        elif policy.order == "listed":
+            by_id = part.groups.by_id
+            units = np.array([by_id[i] for i in request.group_ids or () if i in by_id], np.int64)
+            ready = queue.whole(units)
+        else:
+            units = queue.first_groups(request.count) if request.unit == "groups" else queue.first_rows(request.count)
+            ready = np.ones(len(units), bool)
+        return units[policy.choose(ready, request.count)]
+
+    def _stale(self, part: Partition, units: np.ndarray, groups: bool, min_version: int | None) -> np.ndarray:
+        """bool [units]: a row with a version below the bound. A row that no policy wrote into has no age."""
+        if min_version is None or not len(units):
+            return np.zeros(len(units), bool)
+        slots = self._members(part, units) if groups else units
+        version = part.rows.version_min[slots]
+        old = (version != NO_VERSION) & (version < min_version)
+        return np.isin(units, part.rows.group[slots[old]]) if groups else old
+
+    @staticmethod
+    def _members(part: Partition, groups: np.ndarray) -> np.ndarray:
+        """Row slots of `groups` without those that are on their way out."""
+        slots = np.concatenate([part.groups.rows[g] for g in groups.tolist()])
+        return slots[~part.rows.doomed[slots]]
+
+    def _own(self, request: ClaimRequest) -> int:
+        return self.leases.held.get((request.partition, request.task, request.worker), 0)
+
+    # -- claims end ------------------------------------------------------------------------------------------------
+
+    def held_slots(self, claim_id: int, slots: np.ndarray | None, now: float) -> tuple[OpenClaim, np.ndarray]:
+        """The claim and those of its rows that are meant (None: all). Raises ClaimLost when it does not hold them."""
+        claim = self.leases.get(claim_id, now)
+        if slots is None:
+            return claim, claim.slots
+        holder = self.partitions[claim.partition].queues[claim.task].holder(slots)
+        if not bool((holder == claim_id).all()):
+            raise DockError(f"claim {claim_id} of task {claim.task!r} does not hold {int((holder != claim_id).sum())} of these rows")
+        return claim, slots
+
+    def done(self, claim_id: int, slots: np.ndarray | None, now: float) -> None:
+        """The task has finished these rows of the claim (None: all)."""
+        claim, slots = self.held_slots(claim_id, slots, now)
+        self._end(claim, slots, "it is done", lambda queue, live: queue.finish(live))
+        self._wake(now)
+
+    def done_rows(self, part: Partition, task: str, slots: np.ndarray, now: float) -> None:
+        """As `done`, for rows that any open claims of `task` hold."""
+        self.schema.task(task)
+        holders = part.queues[task].holder(slots)
+        if not holders.all():
+            raise DockError(f"{int((holders == 0).sum())} of these rows are not claimed by task {task!r}")
+        for claim_id in np.unique(holders).tolist():
+            self.done(claim_id, slots[holders == claim_id], now)
+
+    def release(self, claim_id: int, slots: np.ndarray | None, now: float) -> None:
+        """These rows of the claim (None: all) are offered again, before others."""
+        claim, slots = self.held_slots(claim_id, slots, now)
+        self._give_back(claim, slots, "it was released")
+        self._wake(now)
+
+    def forget_worker(self, worker: str, now: float) -> int:
+        """Takes back all claims of a lost worker; returns their number."""
+        claims = self.leases.of_worker(worker)
+        for claim in claims:
+            self._give_back(claim, claim.slots, f"worker {worker!r} was forgotten")
+        self._wake(now)
+        return len(claims)
+
+    def tick(self, now: float) -> None:
+        """Ends leases and waits whose time has come."""
+        for claim in self.leases.run_out(now):
+            self._give_back(claim, claim.slots, f"its lease of {self.leases.lease_s:g} s ran out")
+        self._wake(now)
+        for parked in self.waiting.values():
+            for key in [k for k, request in parked.items() if request.deadline <= now]:
+                self.outcomes.append((key, self._too_late(parked.pop(key), now)))
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do at the earliest."""
+        times = [request.deadline for parked in self.waiting.values() for request in parked.values()]
+        lease = self.leases.next_deadline()
+        return min(times + ([] if lease is None else [lease]), default=None)
+
+    def _give_back(self, claim: OpenClaim, slots: np.ndarray, reason: str) -> None:
+        self._end(claim, slots, reason, lambda queue, live: queue.offer(live, front=True))
+
+    def _end(
+        self, claim: OpenClaim, slots: np.ndarray, reason: str, then: Callable[[TaskQueue, np.ndarray], None]
+    ) -> None:
+        part = self.partitions[claim.partition]
+        queue = part.queues[claim.task]
+        self.leases.shorten(claim, slots, reason)
+        part.rows.holders[slots] -= 1
+        doomed = part.rows.doomed[slots]
+        then(queue, slots[~doomed])
+        self._touched.add((part.name, claim.task))
+        if doomed.any():
+            queue.leave(slots[doomed])
+            self._remove(part, slots[doomed])
+
+    # -- rows go ---------------------------------------------------------------------------------------------------
+
+    def drop(self, part: Partition, slots: np.ndarray, reason: str, now: float) -> None:
+        """Rows leave all tasks; `reason` is counted. Their groups get smaller: the members that are left are whole."""
+        slots = slots[~part.rows.doomed[slots]]
+        self.drops[reason] += len(slots)
+        self._leave(part, slots)
+        self._wake(now)
+
+    def free(self, part: Partition, slots: np.ndarray, now: float) -> None:
+        """As `drop`, for rows that have served: nothing is counted."""
+        self._leave(part, slots[~part.rows.doomed[slots]])
+        self._wake(now)
+
+    def seal(self, name: str, now: float) -> None:
+        """No more rows come. Groups that never became complete count as whole with the members that they have."""
+        part = self.open(name)
+        part.sealed = True
+        groups = np.fromiter(part.groups.rows, np.int64, len(part.groups.rows))
+        short = groups[part.groups.alive[groups] < part.groups.size[groups]]
+        part.groups.size[short] = part.groups.alive[short]
+        for task, queue in part.queues.items():
+            queue.refresh(short)
+            self._touched.add((name, task))
+        self._wake(now)
+
+    def _drop_units(
+        self, part: Partition, units: np.ndarray, groups: bool, reason: str
+    ) -> list[tuple[int, np.ndarray, str]]:
+        slots = self._members(part, units) if groups else units
+        owner = part.rows.group[slots]
+        report = [
+            (int(part.groups.id[g]), part.handles(slots[owner == g]), reason) for g in dict.fromkeys(owner.tolist())
+        ]
+        self.drops[reason] += len(slots)
+        self._leave(part, slots)
+        return report
+
+    def _leave(self, part: Partition, slots: np.ndarray) -> None:
+        """Out of every task that does not hold the rows right now; gone where no task does."""
+        if not len(slots):
+            return
+        held = part.rows.holders[slots] > 0
+        for task, queue in part.queues.items():
+            going = slots[~held | (queue.states(slots) != CLAIMED)]
+            queue.leave(going)
+            self._touched.add((part.name, task))
+        groups = part.groups.shrink(part.rows.group[slots])
+        for queue in part.queues.values():
+            queue.refresh(groups)
+        part.rows.doomed[slots[held]] = True
+        self._remove(part, slots[~held])
+
+    def _remove(self, part: Partition, slots: np.ndarray) -> None:
+        if len(slots):
+            groups = part.rows.group[slots]
+            part.rows.remove(slots)
+            gone = part.groups.detach(groups, part.rows.alive)
+            self.departed.append((part, slots, gone))
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+
+    def _wake(self, now: float) -> None:
+        """Answers parked requests of the queues that changed, oldest first."""
+        while self._touched:
+            parked = self.waiting.get(self._touched.pop())
+            for key, request in list(parked.items()) if parked else ():
+                grant = self._attempt(request, now)
+                if grant is not None and parked is not None:
+                    del parked[key]
+                    self.outcomes.append((key, grant))
+
+    def _too_late(self, request: ClaimRequest, now: float) -> DeadlineExceeded:
+        what = f"{request.worker!r} waited {now - request.started:.1f} s for {request.at_least} {request.unit} of task {request.task!r}"
+        part = self.partitions.get(request.partition)
+        if part is None:
+            return DeadlineExceeded(
+                f"{what}: nobody has put a row into partition {request.partition!r}{nearest(request.partition, self.partitions)}"
+            )
+        queue = part.queues[request.task]
+        return DeadlineExceeded(f"{what} in partition {part.name!r}: {queue.whole_groups} whole groups and "
+                                f"{queue.ready_rows} rows are ready, {self.missing(part, request.task)}")  # fmt: skip
+
+    def missing(self, part: Partition, task: str) -> str:
+        """In words: which columns the waiting rows of `task` lack, and who holds claimed ones. Looks at all rows."""
+        queue = part.queues[task]
+        slots = np.flatnonzero(part.rows.alive[: part.rows.capacity])
+        slots = slots[queue.states(slots) == WAITING]
+        absent = [
+            f"{name} ({int(((part.rows.ready[slots] & self.schema.bit[name]) == 0).sum())})"
+            for name in self.schema.tasks[task].columns
+        ]
+        lacking = f"{len(slots)} rows lack a column: {', '.join(a for a in absent if not a.endswith('(0)')) or 'none'}"
+        workers = [f"{w!r} ({n})" for (p, t, w), n in self.leases.held.items() if (p, t) == (part.name, task)]
+        return f"{lacking}; claimed rows by worker: {', '.join(workers) or 'none'}"
+
+    def stats(self) -> dict:
+        """Rows by state per partition and task, claims, drops by reason, and who waits for what."""
+        waiting = [
+            {"task": r.task, "partition": r.partition, "worker": r.worker, "at_least": r.at_least, "unit": r.unit}
+            for parked in self.waiting.values() for r in parked.values()
+        ]  # fmt: skip
+        partitions = {
+            part.name: {
+                "rows": part.rows.count,
+                "groups": len(part.groups.rows),
+                "sealed": part.sealed,
+                "tasks": {
+                    task: {STATE_NAMES[s]: int(queue.counts[s]) for s in range(WAITING, len(STATE_NAMES))}
+                    | {"whole_groups": queue.whole_groups}
+                    for task, queue in part.queues.items()
+                },
+            }
+            for part in self.partitions.values()
+        }
+        return {
+            "partitions": partitions,
+            "claims": len(self.leases.open),
+            "leases_expired": self.leases.expired,
+            "drops": dict(self.drops),
+            "waiting": waiting,
+        }
