@@ -33,7 +33,7 @@ class Lifecycle:
     def require(self, verb: str, *allowed: str) -> None:
         """Raise `EngineError` unless the state is one of `allowed`."""
         if self.state not in allowed:
-            raise EngineError(f"{verb} is not possible while the engine is {self.state}; allowed in {', '.join(allowed)}")
+            raise EngineError(f"{verb} is refused while the engine is {self.state}; it needs {' or '.join(allowed)}")
 
     def pause(self) -> None:
         self.require("pause", RUNNING)
@@ -88,16 +88,3 @@ class SpanTrack:
         if self.spans and self.spans[-1].version == version:
             start = self.spans.pop().start
         self.spans.append(VersionSpan(version, start, length))
-
-
-def check_resume(request_id: str, length: int, logprobs: int, spans: tuple[VersionSpan, ...]) -> None:
-    """Raise `EngineError` unless `spans` tile the `length` resumed tokens and there is one log-prob for each."""
-    if logprobs != length:
-        raise EngineError(f"request {request_id}: {length} resumed tokens but {logprobs} resumed log-probs")
-    end = 0
-    for span in spans:
-        if span.start != end or span.end <= span.start:
-            raise EngineError(f"request {request_id}: resumed version spans {spans} do not tile [0, {length})")
-        end = span.end
-    if end != length:
-        raise EngineError(f"request {request_id}: resumed version spans {spans} do not tile [0, {length})")

@@ -7,7 +7,9 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_asyncflow.errors import DataError, WeightSyncError
+import numpy as np
+
+from mindspeed_asyncflow.errors import DataError, EngineError, WeightSyncError
 from mindspeed_asyncflow.records import WeightManifest
 
 TIED_HEAD = "lm_head.weight"
@@ -40,6 +42,11 @@ class FolderWeights:
                 raise WeightSyncError(
                     f"weight version {manifest.version}: {name!r} has shape {shape}, the model has {self.shapes[name]}"
                 )
+
+    def check_ids(self, request_id: str, ids: np.ndarray) -> None:
+        """Raise `EngineError` for token ids that the model has no embedding for."""
+        if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size:
+            raise EngineError(f"request {request_id}: prompt ids outside [0, {self.vocab_size})")
 
 
 def read_folder(folder: str) -> FolderWeights:

@@ -70,7 +70,7 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
     """The raw bytes of a contiguous host tensor, no copy (numpy knows no bfloat16, so they travel as uint8)."""
     import torch
 
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
 class RelayWriter:
@@ -110,7 +110,7 @@ class RelayWriter:
         if not self._params:
             stream = list(weights)
             self._allocate(stream)
-        slot = min(range(self.keep), key=lambda i: -1 if self._versions[i] is None else self._versions[i])
+        slot = self._oldest_slot()
         base = slot * self._stride
         nbytes = self._params[-1].offset + self._params[-1].nbytes
         self._versions[slot] = None
@@ -132,6 +132,11 @@ class RelayWriter:
         os.pwrite(self._fd, _pack_header(version, READY, nbytes, self._stride, self.keep), base)
         self._versions[slot] = version
         return WeightManifest(version, self.path, base + PAGE_BYTES, nbytes, self._params, fingerprint.hex())
+
+    def _oldest_slot(self) -> int:
+        """A slot without a complete version if there is one, else that of the oldest version."""
+        ages = [(-1 if version is None else version, slot) for slot, version in enumerate(self._versions)]
+        return min(ages)[1]
 
     def _allocate(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         if not weights:
@@ -155,7 +160,7 @@ class RelayWriter:
             offset = _round_up(offset + nbytes, ALIGN_BYTES)
         stride = PAGE_BYTES + _round_up(max(offset, 1), PAGE_BYTES)
         try:
-            os.posix_fallocate(self._fd, 0, stride * self.keep)  # tmpfs hands out every page now, or says that it cannot
+            os.posix_fallocate(self._fd, 0, stride * self.keep)  # tmpfs hands out every page now, or refuses
         except OSError as error:
             raise WeightSyncError(
                 f"{self.keep} weight versions of {stride} bytes do not fit into {self.path}: {error.strerror}; "
@@ -179,8 +184,9 @@ class RelayWriter:
         meta = self._params[index]
         if name != meta.name:
             raise WeightSyncError(f"tensor number {index} is {name!r}, the first version had {meta.name!r} there")
-        if tuple(tensor.shape) != meta.shape:
-            raise WeightSyncError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the first version had {meta.shape}")
+        shape = tuple(tensor.shape)
+        if shape != meta.shape:
+            raise WeightSyncError(f"tensor {name!r} has shape {shape}, the first version had {meta.shape}")
         if str(tensor.dtype) != f"torch.{meta.dtype}":
             raise WeightSyncError(f"tensor {name!r} is {tensor.dtype}, the first version was {meta.dtype}")
         return meta
@@ -218,9 +224,11 @@ class RelayReader:
             raise WeightSyncError(f"relay {manifest.path} of version {manifest.version}: {error.strerror}") from error
         try:
             size = os.fstat(fd).st_size
-            if manifest.offset + manifest.nbytes > size:
-                raise WeightSyncError(f"version {manifest.version} should end at byte {manifest.offset + manifest.nbytes}"
-                                      f" of {manifest.path}, which has {size}")
+            end = manifest.offset + manifest.nbytes
+            if end > size:
+                raise WeightSyncError(
+                    f"version {manifest.version} should end at byte {end} of {manifest.path}, which has only {size}"
+                )
             # A private mapping: torch wants writable memory, and nobody here can change what the writer published.
             self._map = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:

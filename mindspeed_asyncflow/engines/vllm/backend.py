@@ -13,7 +13,7 @@ import numpy as np
 from mindspeed_asyncflow.config.schema import RolloutConfig
 from mindspeed_asyncflow.engines.base import EngineCaps
 from mindspeed_asyncflow.engines.lifecycle import PAUSE_MODES
-from mindspeed_asyncflow.engines.stepped import Finished
+from mindspeed_asyncflow.engines.step_backend import Finished
 from mindspeed_asyncflow.engines.vllm import versions
 from mindspeed_asyncflow.engines.weights import FolderWeights
 from mindspeed_asyncflow.errors import EngineError, WeightSyncError
@@ -96,9 +96,7 @@ class VLLMBackend:
                 f"request {request.request_id}: prompt of {len(request.prompt_ids)} plus max_tokens "
                 f"{request.sampling.max_tokens} exceeds the model length {self._max_model_len}"
             )
-        ids = request.prompt_ids
-        if int(ids.max()) >= self._weights.vocab_size or int(ids.min()) < 0:
-            raise EngineError(f"request {request.request_id}: prompt ids outside [0, {self._weights.vocab_size})")
+        self._weights.check_ids(request.request_id, request.prompt_ids)
 
     def admit(self, requests: Sequence[GenRequest]) -> None:
         for request in requests:
@@ -143,7 +141,7 @@ class VLLMBackend:
                 self._take_score(output)
                 continue
             row.token_ids += output.new_token_ids
-            if output.new_token_ids:
+            if output.new_token_ids and output.new_logprobs is not None:  # one row, the sampled token first
                 row.logprobs.append(output.new_logprobs.logprobs[0, 0])
             if output.finish_reason is not None:
                 del self._rows[output.request_id], self._ids[row.request_id]
@@ -168,7 +166,7 @@ class VLLMBackend:
     def load(self, manifest: WeightManifest) -> str:
         self._core.collective_rpc("relay_drop_session")
         versions.update_weights(self._core.collective_rpc, self._shape, {"manifest": manifest_to_json(manifest)})
-        fingerprints = set(self._core.collective_rpc("relay_fingerprint"))
+        fingerprints: set[str] = set(self._core.collective_rpc("relay_fingerprint"))
         if len(fingerprints) != 1:
             raise WeightSyncError(f"workers of one replica loaded different bytes: {sorted(fingerprints)}")
         return fingerprints.pop()

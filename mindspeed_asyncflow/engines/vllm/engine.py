@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from mindspeed_asyncflow.config.schema import RolloutConfig
-from mindspeed_asyncflow.engines.stepped import StepBackend, SteppedEngine
+from mindspeed_asyncflow.engines.step_backend import StepBackend
+from mindspeed_asyncflow.engines.stepped import SteppedEngine
 from mindspeed_asyncflow.engines.vllm import environment, guards
 from mindspeed_asyncflow.engines.weights import read_folder
 from mindspeed_asyncflow.errors import PlatformError
@@ -42,7 +43,7 @@ class VLLMEngine(SteppedEngine):
             try:
                 from mindspeed_asyncflow.engines.vllm.backend import VLLMBackend
             except ImportError as error:
-                raise PlatformError(f"vLLM cannot be imported ({error}); install it or use rollout.engine: reference") from error
+                raise PlatformError(f"vLLM cannot be imported: {error}; or use rollout.engine: reference") from error
             return VLLMBackend(
                 model_folder,
                 weights,

@@ -36,6 +36,7 @@ def prepare(tensor_parallel: int, threads: int, cpu: bool) -> None:
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if cpu:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = worker_cores(sorted(os.sched_getaffinity(0)), tensor_parallel, threads)
+        cores = sorted(os.sched_getaffinity(0))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = worker_cores(cores, tensor_parallel, threads)
     else:
         os.environ["VLLM_ASCEND_ENABLE_NZ"] = "0"  # a kernel layout that in-place weight updates cannot write

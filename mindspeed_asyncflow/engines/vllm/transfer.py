@@ -56,7 +56,8 @@ class RelayTransferEngine(WeightTransferEngine[RelayInit, RelayUpdate]):
     ) -> None:
         reader = RelayReader(manifest_from_json(update_info.manifest))
         fingerprint = reader.verify()
-        (load_weights or self.model.load_weights)(iter(reader))
+        load: Callable[..., Any] = load_weights or self.model.load_weights  # type: ignore[assignment]
+        load(iter(reader))
         reader.check()  # the writer must not have recycled the slot while we copied
         self.loaded_fingerprint = fingerprint
 

@@ -1,0 +1,70 @@
+"""What a model must offer so that `SteppedEngine` can make a rollout engine of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from mindspeed_asyncflow.engines.base import EngineCaps
+from mindspeed_asyncflow.records import GenRequest, WeightManifest
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that left the model: what was sampled since it was admitted (resumed tokens not included)."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    reason: str  # stop | length | abort | error
+
+
+class StepBackend(Protocol):
+    """One model and its running requests. All methods but `check` are called from the engine thread only."""
+
+    caps: EngineCaps
+
+    def check(self, request: GenRequest) -> None:
+        """Raise `EngineError` if this request can never run."""
+        ...
+
+    def admit(self, requests: Sequence[GenRequest]) -> None:
+        """Take these requests, as one batch. They may wait inside until there is room."""
+        ...
+
+    def step(self) -> list[Finished]:
+        """Sample one token for each running request; return those that are complete now."""
+        ...
+
+    def progress(self) -> dict[str, int]:
+        """Tokens sampled since admission, for each unfinished request."""
+        ...
+
+    def abort(self, request_ids: Sequence[str]) -> list[Finished]:
+        """End these admitted requests now, with what they have."""
+        ...
+
+    def check_manifest(self, manifest: WeightManifest) -> None:
+        """Raise `WeightSyncError` if names or shapes do not fit this model. Changes nothing."""
+        ...
+
+    def load(self, manifest: WeightManifest) -> str:
+        """Replace all weights; return the fingerprint of the bytes that were loaded."""
+        ...
+
+    def clear_caches(self) -> None:
+        """Drop all cached keys and values; running requests compute theirs again. Raises if that fails."""
+        ...
+
+    def score(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+        """float32 [L] log-probabilities at temperature 1 for (prompt [P], response [L]) pairs."""
+        ...
+
+    def sleep(self, level: int) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...

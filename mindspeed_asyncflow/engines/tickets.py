@@ -1,0 +1,126 @@
+"""The books of running answers: who asked, which version sampled which token, and where the answer goes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from mindspeed_asyncflow.engines.lifecycle import SpanTrack
+from mindspeed_asyncflow.engines.step_backend import Finished
+from mindspeed_asyncflow.errors import EngineError
+from mindspeed_asyncflow.records import Completion, GenRequest
+
+
+class Ticket:
+    """One `generate` call: its unfinished requests and the mailbox of its answers."""
+
+    def __init__(self, requests: Sequence[GenRequest]) -> None:
+        self.requests = tuple(requests)
+        self.open = {r.request_id for r in requests}
+        self._answers: queue.SimpleQueue[list[Completion] | BaseException] = queue.SimpleQueue()
+
+    def put(self, answers: list[Completion] | BaseException) -> None:
+        self._answers.put(answers)
+
+    def collect(self, time_left: Callable[[], float]) -> Iterator[Completion]:
+        """Answers as they come; raises `queue.Empty` when `time_left` is used up, or the error that was put."""
+        while self.open:
+            answers = self._answers.get(timeout=max(0.0, time_left()))
+            if isinstance(answers, BaseException):
+                self.open.clear()
+                raise EngineError(f"the engine broke while generating: {answers!r}") from answers
+            for answer in answers:
+                self.open.discard(answer.request_id)
+                yield answer
+
+
+class Books:
+    """All open requests of one engine. `open` may be called by any thread, the rest by the engine thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tickets: dict[str, Ticket] = {}
+        self._tracks: dict[str, SpanTrack] = {}
+        self._requests: dict[str, GenRequest] = {}
+
+    def open(self, ticket: Ticket) -> None:
+        """Enter a new call. Raises `EngineError` if one of its ids is in use."""
+        with self._lock:
+            used = sorted(ticket.open & self._tickets.keys())
+            if used or len(ticket.open) < len(ticket.requests):
+                where = f"{used[:3]} are running" if used else "one is given twice in this call"
+                raise EngineError(f"request ids must be unique: {where}")
+            for request in ticket.requests:
+                self._tickets[request.request_id] = ticket
+                self._requests[request.request_id] = request
+                self._tracks[request.request_id] = SpanTrack(request.resume_spans)
+
+    def strike(self, ticket: Ticket) -> None:
+        """Undo `open` for a call that never reached the engine thread."""
+        with self._lock:
+            for request_id in ticket.open:
+                self._forget(request_id)
+
+    def cut(self, version: int, sampled: dict[str, int]) -> None:
+        """All tokens that these requests have by now (`sampled` since admission) came from `version`."""
+        for request_id, count in sampled.items():
+            self._tracks[request_id].cut(version, count + _resumed(self._requests[request_id]))
+
+    def deliver(self, finished: Sequence[Finished], version: int) -> None:
+        """Make the answers, their last tokens sampled by `version`, and put them into their callers' mailboxes."""
+        per_ticket: dict[Ticket, list[Completion]] = {}
+        for done in finished:
+            answer = self._completion(done, version)
+            per_ticket.setdefault(self._tickets[done.request_id], []).append(answer)
+        with self._lock:
+            for done in finished:
+                self._forget(done.request_id)
+        for ticket, answers in per_ticket.items():
+            ticket.put(answers)
+
+    def fail_all(self, error: BaseException) -> None:
+        """Every open call raises `error`."""
+        with self._lock:
+            for ticket in set(self._tickets.values()):
+                ticket.put(error)
+
+    def _forget(self, request_id: str) -> None:
+        del self._tickets[request_id], self._requests[request_id], self._tracks[request_id]
+
+    def _completion(self, done: Finished, version: int) -> Completion:
+        request = self._requests[done.request_id]
+        ids = np.asarray(done.token_ids, dtype=np.int32)
+        logprobs = np.asarray(done.logprobs, dtype=np.float32)
+        if request.resume_ids is not None and request.resume_logprobs is not None:
+            ids = np.concatenate([request.resume_ids.astype(np.int32), ids])
+            logprobs = np.concatenate([request.resume_logprobs.astype(np.float32), logprobs])
+        track = self._tracks[done.request_id]
+        track.cut(version, len(ids))
+        return Completion(done.request_id, ids, logprobs, done.reason, tuple(track.spans))
+
+
+def _resumed(request: GenRequest) -> int:
+    return 0 if request.resume_ids is None else len(request.resume_ids)
+
+
+def check_request(request: GenRequest) -> None:
+    """Raise `EngineError` for a request that no engine can serve."""
+    name = f"request {request.request_id}"
+    if len(request.prompt_ids) == 0:
+        raise EngineError(f"{name}: the prompt is empty")
+    count = _resumed(request)
+    logprobs = 0 if request.resume_logprobs is None else len(request.resume_logprobs)
+    if logprobs != count:
+        raise EngineError(f"{name}: {count} resumed tokens but {logprobs} resumed log-probs")
+    end = 0
+    for span in request.resume_spans:
+        if span.start != end or span.end <= span.start:
+            break
+        end = span.end
+    if end != count:
+        raise EngineError(f"{name}: resumed version spans {request.resume_spans} do not tile [0, {count})")
+    if request.sampling.max_tokens <= count:
+        raise EngineError(f"{name}: max_tokens={request.sampling.max_tokens} with {count} resumed tokens leaves none")
