@@ -1,0 +1,1 @@
+"""Scoring of answers in processes that can be ended at any moment."""
