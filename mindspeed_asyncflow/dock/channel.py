@@ -49,7 +49,9 @@ class Channel:
             header = wire.decode_header(self._receive(HEADER.size), _MOST_BYTES)
             body = self._receive(header.body_bytes)
         except TimeoutError:
-            raise DeadlineExceeded(f"the dock server at {self.address} did not answer {verb.name} within {patience:g} s") from None
+            raise DeadlineExceeded(
+                f"the dock server at {self.address} did not answer {verb.name} within {patience:g} s"
+            ) from None
         except (OSError, WireError) as error:
             raise Broken(str(error)) from error
         reply = wire.decode_body(header, memoryview(body))
@@ -81,6 +83,5 @@ class Channel:
 
 
 def _error(reply: Message) -> AsyncFlowError:
-    kind = getattr(errors, reply.text("error"), None)
-    known = isinstance(kind, type) and issubclass(kind, AsyncFlowError)
-    return (kind if known else DockError)(reply.text("text"))
+    kind = getattr(errors, reply.text("error"), DockError)
+    return kind(reply.text("text")) if issubclass(kind, AsyncFlowError) else DockError(reply.text("text"))

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_asyncflow.dock import wire
 from mindspeed_asyncflow.dock.channel import Broken, Channel
 from mindspeed_asyncflow.dock.columns import ColumnSpec, Ragged, Schema, TaskSpec
 from mindspeed_asyncflow.dock.node import INLINE
@@ -119,7 +118,7 @@ class DockClient:
         members: Sequence[int], values: Mapping[str, Any], timeout_s: float | None = None,
     ) -> list[np.ndarray]:  # fmt: skip
         """As `put_groups`, for any columns: shared ones have one row per group, others one per row."""
-        message = {
+        message: dict[str, Any] = {
             "partition": partition,
             "group_ids": np.asarray(group_ids, np.int64),
             "sizes": np.asarray(sizes, np.int64),
@@ -127,14 +126,19 @@ class DockClient:
             "members": np.asarray(members, np.int32),
         }
         reply = self._send_values(Verb.PUT, message, values, timeout_s)
-        return np.split(reply.ints("rows"), np.cumsum(message["counts"])[:-1])
+        return np.split(reply.ints("rows"), np.cumsum(np.asarray(counts, np.int64))[:-1])
 
     def free(self, rows: np.ndarray) -> None:
         """The rows have served. Their bytes go when the last claim on them ends."""
         self._call(Verb.FREE, {"rows": rows})
 
     def drop(
-        self, rows: np.ndarray | None = None, *, group_ids: Sequence[int] | None = None, partition: str = "", reason: str
+        self,
+        rows: np.ndarray | None = None,
+        *,
+        group_ids: Sequence[int] | None = None,
+        partition: str = "",
+        reason: str,
     ) -> None:
         """Takes rows, or whole groups of `partition`, out of every task and counts them under `reason`.
 
@@ -170,8 +174,7 @@ class DockClient:
             "timeout_s": self._patience(timeout_s), "worker": worker, "at_least": at_least,
         }  # fmt: skip
         reply = self._call(Verb.CLAIM, message)
-        cuts = np.cumsum(reply["dropped_counts"])[:-1] if reply["dropped_counts"] else []
-        parts = np.split(reply.ints("dropped_rows"), cuts) if reply["dropped_counts"] else []
+        parts = np.split(reply.ints("dropped_rows"), np.cumsum(np.array(reply["dropped_counts"], np.int64))[:-1])
         return Claim(
             reply.whole("claim_id"), reply.ints("rows"), reply.ints("group_ids"), reply.ints("members", "int32"),
             reply.ints("version_min", "int32"), reply.ints("version_max", "int32"), reply.ints("tokens"),
@@ -232,13 +235,21 @@ class DockClient:
         """`stats` for a person."""
         stats = self.stats()
         lines = [
-            f"dock {self.address}: {stats['used_bytes']} of {stats['arena_bytes']} bytes used ({stats['payload_bytes']} payload), "
-            f"{stats['claims']} claims open, {stats['leases_expired']} leases ran out, dropped: {stats['drops'] or 'none'}"
+            f"dock {self.address}: {stats['used_bytes']} of {stats['arena_bytes']} bytes used "
+            f"({stats['payload_bytes']} payload), "
+            f"{stats['claims']} claims open, {stats['leases_expired']} leases ran out, "
+            f"dropped: {stats['drops'] or 'none'}"
         ]
         for name, part in stats["partitions"].items():
-            lines.append(f"  {name}: {part['rows']} rows in {part['groups']} groups{', sealed' if part['sealed'] else ''}")
-            lines += [f"    {task:<10} {', '.join(f'{v} {k}' for k, v in s.items())}" for task, s in part["tasks"].items()]
-        lines += [f"  waiting: {w['worker']!r} for {w['at_least']} {w['unit']} of {w['task']}" for w in stats["waiting"]]
+            lines.append(
+                f"  {name}: {part['rows']} rows in {part['groups']} groups{', sealed' if part['sealed'] else ''}"
+            )
+            lines += [
+                f"    {task:<10} {', '.join(f'{v} {k}' for k, v in s.items())}" for task, s in part["tasks"].items()
+            ]
+        lines += [
+            f"  waiting: {w['worker']!r} for {w['at_least']} {w['unit']} of {w['task']}" for w in stats["waiting"]
+        ]
         return "\n".join(lines)
 
     # -- calls -----------------------------------------------------------------------------------------------------
@@ -278,7 +289,9 @@ class DockClient:
                 return action(channel)
             except Broken as broken:
                 if attempt == _ATTEMPTS:
-                    raise WorkerLost(f"the dock server at {self.address} went away during {verb.name}: {broken}") from broken
+                    raise WorkerLost(
+                        f"the dock server at {self.address} went away during {verb.name}: {broken}"
+                    ) from broken
             finally:
                 self._keep(channel)
         raise AssertionError("unreachable")
@@ -303,4 +316,3 @@ class DockClient:
             return Channel(self.address, self._secret, self._client, self.wait_s)
         except Broken as broken:
             raise WorkerLost(f"no dock server at {self.address}, or the secret is wrong: {broken}") from broken
-

@@ -11,7 +11,9 @@ import numpy as np
 
 from mindspeed_asyncflow.errors import DockError
 
-DTYPES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64")
+DTYPES = (
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64",
+)  # fmt: skip
 MAX_COLUMNS = 63  # ready bits of a row are one int64
 
 FINISH_CODES = {"stop": 0, "length": 1, "abort": 2, "error": 3}  # values of the column `finish`
@@ -172,7 +174,8 @@ class Schema:
         array = values if isinstance(values, np.ndarray) else np.asarray(values, spec.dtype)
         if array.dtype != spec.dtype or array.ndim != 1:
             raise DockError(
-                f"column {name!r} holds one {spec.dtype} per row, got {array.dtype} of shape {array.shape}; convert it first"
+                f"column {name!r} holds one {spec.dtype} per row, "
+                f"got {array.dtype} of shape {array.shape}; convert it first"
             )
         return Ragged(np.ascontiguousarray(array), np.arange(len(array)), np.ones(len(array), np.int64))
 
@@ -196,8 +199,8 @@ GRPO_COLUMNS = (
 
 
 def grpo_tasks(with_reference: bool) -> tuple[TaskSpec, ...]:
-    """The tasks of a GRPO run; `with_reference` adds the scorer of reference log-probs and makes training wait for it."""
-    train = ("prompt_ids", "response_ids", "rollout_logprobs", "advantage", "reward")
+    """The tasks of a GRPO run; `with_reference` adds `reference`, and training waits for its log-probs."""
+    train: tuple[str, ...] = ("prompt_ids", "response_ids", "rollout_logprobs", "advantage", "reward")
     tasks = [TaskSpec("rollout", ("prompt_ids",)), TaskSpec("reward", ("response_ids", "truth", "finish"))]
     if with_reference:
         tasks.append(TaskSpec("reference", ("prompt_ids", "response_ids")))

@@ -15,71 +15,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from mindspeed_asyncflow.dock import policies
-from mindspeed_asyncflow.dock.columns import Schema, nearest
+from mindspeed_asyncflow.dock import report
+from mindspeed_asyncflow.dock.columns import Schema
 from mindspeed_asyncflow.dock.leases import LeaseBook, OpenClaim
-from mindspeed_asyncflow.dock.queue import CLAIMED, STATE_NAMES, WAITING, TaskQueue
-from mindspeed_asyncflow.dock.table import (
-    MAX_SLOTS,
-    NO_VERSION,
-    PARTITION_BITS,
-    GroupTable,
-    RowTable,
-    pack_handles,
-    unpack_handles,
-)
-from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError
-
-
-class Partition:
-    """Rows that know nothing of the rows of other partitions."""
-
-    def __init__(self, name: str, number: int, tasks: Sequence[str]) -> None:
-        self.name, self.number = name, number
-        self.rows, self.groups = RowTable(), GroupTable()
-        self.queues = {task: TaskQueue(self.rows, self.groups) for task in tasks}
-        self.sealed = False
-
-    def handles(self, slots: np.ndarray) -> np.ndarray:
-        return pack_handles(self.number, slots, self.rows.generation[slots])
-
-
-@dataclass(slots=True)
-class ClaimRequest:
-    """What a consumer asks for. `count` and `at_least` are in units (rows or groups)."""
-
-    task: str
-    partition: str
-    count: int
-    worker: str
-    deadline: float  # s, controller clock
-    key: object = None  # names the request in `outcomes`
-    unit: str = "rows"
-    policy: str = "fifo"
-    group_ids: list[int] | None = None
-    min_version: int | None = None
-    at_least: int = 1
-    started: float = 0.0
-    dropped: list[tuple[int, np.ndarray, str]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Grant:
-    """Rows given to one worker. `claim_id` 0 and no rows: nothing was left (see `sealed`) or everything was stale."""
-
-    claim_id: int
-    rows: np.ndarray  # int64 [n] handles
-    group_ids: np.ndarray  # int64 [n]
-    members: np.ndarray  # int32 [n]
-    version_min: np.ndarray  # int32 [n], -1: no versioned write yet
-    version_max: np.ndarray  # int32 [n]
-    tokens: np.ndarray  # int64 [n]
-    dropped: list[tuple[int, np.ndarray, str]]  # (group id, row handles, reason)
-    sealed: bool  # the task has had all rows of the partition: nothing will come any more
+from mindspeed_asyncflow.dock.partition import ClaimRequest, Dropped, Grant, Partition
+from mindspeed_asyncflow.dock.policies import pick
+from mindspeed_asyncflow.dock.queue import CLAIMED, WAITING, TaskQueue
+from mindspeed_asyncflow.dock.table import MAX_SLOTS, PARTITION_BITS, unpack_handles
+from mindspeed_asyncflow.errors import AsyncFlowError, DockError
 
 
 class Controller:
@@ -125,7 +71,7 @@ class Controller:
         self, part: Partition, ids: Sequence[int], sizes: Sequence[int], counts: np.ndarray,
         members: np.ndarray, ready: np.int64, tokens: np.ndarray, now: float,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Adds counts[g] rows to each group g, with the columns `ready` written. Returns row slots [n], group slots [g]."""
+        """Adds counts[g] rows to group g, with the columns `ready` written. Returns row slots [n], group slots [g]."""
         groups = part.groups.add(ids, sizes)
         slots = part.rows.add(np.repeat(groups, counts), members, ready, tokens)
         begin = 0
@@ -144,7 +90,7 @@ class Controller:
         self, part: Partition, slots: np.ndarray, written: np.int64, tokens: np.ndarray | None,
         versions: tuple[np.ndarray, np.ndarray] | None, now: float,
     ) -> None:  # fmt: skip
-        """The bytes of columns `written` are in place for `slots` (unique): tasks for which nothing is missing get them."""
+        """The bytes of columns `written` are in place for `slots` (unique): tasks that lack nothing now get them."""
         rows = part.rows
         before = rows.ready[slots]
         after = before | written
@@ -163,7 +109,7 @@ class Controller:
         self._wake(now)
 
     def resolve(self, rows: np.ndarray, repeats: bool = False) -> tuple[Partition, np.ndarray]:
-        """Slots of live rows. Raises StaleHandle, or DockError when they are of several partitions or (unless `repeats`) named twice."""
+        """Slots of live rows. Raises StaleHandle; DockError for several partitions or, unless `repeats`, a row named twice."""
         numbers, slots, generations = unpack_handles(rows)
         part = self._by_number.get(int(numbers[0])) if len(rows) else None
         if part is None or not bool((numbers == numbers[0]).all()):
@@ -178,14 +124,14 @@ class Controller:
     def claim(self, request: ClaimRequest, now: float) -> Grant | None:
         """The grant, or None: then the request is parked and `outcomes` will hold its answer."""
         self.schema.task(request.task)
-        policies.pick(request.policy, request.unit, request.group_ids)
+        pick(request.policy, request.unit, request.group_ids)
         if request.count < 1 or not 0 < request.at_least <= request.count:
             raise DockError(f"a claim needs 1 <= at_least <= count, got {request.at_least} and {request.count}")
         request.started = now
         grant = self._attempt(request, now)
         if grant is None:
             if request.deadline <= now:
-                raise self._too_late(request, now)
+                raise report.too_late(self, request, now)
             self.waiting.setdefault((request.partition, request.task), {})[request.key] = request
         self._wake(now)
         return grant
@@ -210,12 +156,7 @@ class Controller:
             claim_id = self.leases.start(part.name, request.task, request.worker, slots, now).id
             queue.take(slots, claim_id)
             part.rows.holders[slots] += 1
-        rows = part.rows
-        return Grant(
-            claim_id, part.handles(slots), part.groups.id[rows.group[slots]], rows.member[slots],
-            rows.version_min[slots], rows.version_max[slots], rows.tokens[slots], request.dropped,
-            bool(over and not request.dropped),
-        )  # fmt: skip
+        return part.grant(claim_id, slots, request.dropped, bool(over and not request.dropped))
 
     def _choose(self, part: Partition, queue: TaskQueue, request: ClaimRequest) -> np.ndarray:
         """Row slots for a claim, nothing when fewer than it needs are there. Drops what is too old on the way."""
@@ -224,8 +165,8 @@ class Controller:
             ready = queue.whole_groups if groups_wanted else queue.ready_rows
             if not ready:
                 return np.empty(0, np.int64)
-            units = self._candidates(part, queue, request)
-            stale = self._stale(part, units, groups_wanted, request.min_version)
+            units = part.candidates(request)
+            stale = part.stale(units, groups_wanted, request.min_version)
             if stale.any():
                 request.dropped += self._drop_units(part, units[stale], groups_wanted, "stale")
                 continue
@@ -234,37 +175,8 @@ class Controller:
             if len(units) < request.at_least and not tail and not request.dropped:
                 return np.empty(0, np.int64)
             if groups_wanted and len(units):
-                return self._members(part, units)
+                return part.members(units)
             return units
-
-    def _candidates(self, part: Partition, queue: TaskQueue, request: ClaimRequest) -> np.ndarray:
-        """Units (row or group slots) that the policy picks."""
-        policy = policies.pick(request.policy, request.unit, request.group_ids)
-        if policy.order == "issue":
-            units, ready = queue.next_groups(request.count)
-        elif policy.order == "listed":
-            by_id = part.groups.by_id
-            units = np.array([by_id[i] for i in request.group_ids or () if i in by_id], np.int64)
-            ready = queue.whole(units)
-        else:
-            units = queue.first_groups(request.count) if request.unit == "groups" else queue.first_rows(request.count)
-            ready = np.ones(len(units), bool)
-        return units[policy.choose(ready, request.count)]
-
-    def _stale(self, part: Partition, units: np.ndarray, groups: bool, min_version: int | None) -> np.ndarray:
-        """bool [units]: a row with a version below the bound. A row that no policy wrote into has no age."""
-        if min_version is None or not len(units):
-            return np.zeros(len(units), bool)
-        slots = self._members(part, units) if groups else units
-        version = part.rows.version_min[slots]
-        old = (version != NO_VERSION) & (version < min_version)
-        return np.isin(units, part.rows.group[slots[old]]) if groups else old
-
-    @staticmethod
-    def _members(part: Partition, groups: np.ndarray) -> np.ndarray:
-        """Row slots of `groups` without those that are on their way out."""
-        slots = np.concatenate([part.groups.rows[g] for g in groups.tolist()])
-        return slots[~part.rows.doomed[slots]]
 
     def _own(self, request: ClaimRequest) -> int:
         return self.leases.held.get((request.partition, request.task, request.worker), 0)
@@ -278,7 +190,9 @@ class Controller:
             return claim, claim.slots
         holder = self.partitions[claim.partition].queues[claim.task].holder(slots)
         if not bool((holder == claim_id).all()):
-            raise DockError(f"claim {claim_id} of task {claim.task!r} does not hold {int((holder != claim_id).sum())} of these rows")
+            raise DockError(
+                f"claim {claim_id} of task {claim.task!r} does not hold {int((holder != claim_id).sum())} of these rows"
+            )
         return claim, slots
 
     def done(self, claim_id: int, slots: np.ndarray | None, now: float) -> None:
@@ -317,7 +231,7 @@ class Controller:
         self._wake(now)
         for parked in self.waiting.values():
             for key in [k for k, request in parked.items() if request.deadline <= now]:
-                self.outcomes.append((key, self._too_late(parked.pop(key), now)))
+                self.outcomes.append((key, report.too_late(self, parked.pop(key), now)))
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""
@@ -368,10 +282,8 @@ class Controller:
             self._touched.add((name, task))
         self._wake(now)
 
-    def _drop_units(
-        self, part: Partition, units: np.ndarray, groups: bool, reason: str
-    ) -> list[tuple[int, np.ndarray, str]]:
-        slots = self._members(part, units) if groups else units
+    def _drop_units(self, part: Partition, units: np.ndarray, groups: bool, reason: str) -> list[Dropped]:
+        slots = part.members(units) if groups else units
         owner = part.rows.group[slots]
         report = [
             (int(part.groups.id[g]), part.handles(slots[owner == g]), reason) for g in dict.fromkeys(owner.tolist())
@@ -413,54 +325,3 @@ class Controller:
                 if grant is not None and parked is not None:
                     del parked[key]
                     self.outcomes.append((key, grant))
-
-    def _too_late(self, request: ClaimRequest, now: float) -> DeadlineExceeded:
-        what = f"{request.worker!r} waited {now - request.started:.1f} s for {request.at_least} {request.unit} of task {request.task!r}"
-        part = self.partitions.get(request.partition)
-        if part is None:
-            return DeadlineExceeded(
-                f"{what}: nobody has put a row into partition {request.partition!r}{nearest(request.partition, self.partitions)}"
-            )
-        queue = part.queues[request.task]
-        return DeadlineExceeded(f"{what} in partition {part.name!r}: {queue.whole_groups} whole groups and "
-                                f"{queue.ready_rows} rows are ready, {self.missing(part, request.task)}")  # fmt: skip
-
-    def missing(self, part: Partition, task: str) -> str:
-        """In words: which columns the waiting rows of `task` lack, and who holds claimed ones. Looks at all rows."""
-        queue = part.queues[task]
-        slots = np.flatnonzero(part.rows.alive[: part.rows.capacity])
-        slots = slots[queue.states(slots) == WAITING]
-        absent = [
-            f"{name} ({int(((part.rows.ready[slots] & self.schema.bit[name]) == 0).sum())})"
-            for name in self.schema.tasks[task].columns
-        ]
-        lacking = f"{len(slots)} rows lack a column: {', '.join(a for a in absent if not a.endswith('(0)')) or 'none'}"
-        workers = [f"{w!r} ({n})" for (p, t, w), n in self.leases.held.items() if (p, t) == (part.name, task)]
-        return f"{lacking}; claimed rows by worker: {', '.join(workers) or 'none'}"
-
-    def stats(self) -> dict:
-        """Rows by state per partition and task, claims, drops by reason, and who waits for what."""
-        waiting = [
-            {"task": r.task, "partition": r.partition, "worker": r.worker, "at_least": r.at_least, "unit": r.unit}
-            for parked in self.waiting.values() for r in parked.values()
-        ]  # fmt: skip
-        partitions = {
-            part.name: {
-                "rows": part.rows.count,
-                "groups": len(part.groups.rows),
-                "sealed": part.sealed,
-                "tasks": {
-                    task: {STATE_NAMES[s]: int(queue.counts[s]) for s in range(WAITING, len(STATE_NAMES))}
-                    | {"whole_groups": queue.whole_groups}
-                    for task, queue in part.queues.items()
-                },
-            }
-            for part in self.partitions.values()
-        }
-        return {
-            "partitions": partitions,
-            "claims": len(self.leases.open),
-            "leases_expired": self.leases.expired,
-            "drops": dict(self.drops),
-            "waiting": waiting,
-        }

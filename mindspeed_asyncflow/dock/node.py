@@ -1,4 +1,4 @@
-"""One controller/warehouse pair: the verbs of the dock over decoded messages. No sockets; `now` in seconds is passed in.
+"""One controller/warehouse pair: the verbs of the dock over decoded messages. No sockets and no clock.
 
 A verb answers with a dict, raises, or parks (returns None): claims wait in the controller for rows, puts and writes
 wait here for bytes. Parked answers appear in `take_outcomes`. Writes may use the whole arena; puts leave a part of it
@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_asyncflow.dock import report
 from mindspeed_asyncflow.dock.columns import Schema
-from mindspeed_asyncflow.dock.controller import ClaimRequest, Controller, Grant, Partition
+from mindspeed_asyncflow.dock.controller import Controller
+from mindspeed_asyncflow.dock.partition import ClaimRequest, Grant, Partition
 from mindspeed_asyncflow.dock.warehouse import Arena, Warehouse, layout
 from mindspeed_asyncflow.dock.wire import Message, Verb, WireError
 from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError, DockFull
@@ -132,13 +134,15 @@ class DockNode:
             kind = self._is_put(parked.verb, parked.message)
             if kind in blocked:
                 continue
+            result: dict | AsyncFlowError | None
             try:
-                result: dict | AsyncFlowError = self._verbs[parked.verb](parked.message, now)
+                result = self._verbs[parked.verb](parked.message, now)
             except _NoRoom:
                 blocked.add(kind)
                 continue
             except AsyncFlowError as error:
                 result = error
+            assert result is not None  # only claims park twice, and they never wait for bytes
             del self._parked[key]
             self.back_pressure_s += now - parked.started
             self._outcomes.append((key, result))
@@ -154,8 +158,10 @@ class DockNode:
         capacity = self.warehouse.capacity_bytes
         most = int(capacity * PUT_SHARE) if put else capacity
         if nbytes > most:
-            raise DockFull(f"{'a put' if put else 'a write'} of {nbytes} bytes can never fit: the arena takes {most} bytes of "
-                           "this kind; raise dock.arena_mb or send fewer rows at once")  # fmt: skip
+            raise DockFull(
+                f"{'a put' if put else 'a write'} of {nbytes} bytes can never fit: the arena takes at most {most} at "
+                "once; raise dock.arena_mb or send fewer rows"
+            )
         if put and self.warehouse.used_bytes + nbytes > most:
             raise _NoRoom(nbytes)
         offset = self.warehouse.reserve(nbytes)
@@ -164,10 +170,11 @@ class DockNode:
         return offset
 
     def _full(self, nbytes: int, waited_s: float) -> DeadlineExceeded:
+        rows = sum(part.rows.count for part in self.controller.partitions.values())
         return DeadlineExceeded(
             f"waited {waited_s:.1f} s for {nbytes} free bytes in the dock: {self.warehouse.used_bytes} of "
-            f"{self.warehouse.capacity_bytes} are in use by {sum(p.rows.count for p in self.controller.partitions.values())} "
-            "rows and nobody frees any; raise dock.arena_mb, or look why rows are not consumed (asyncflow reports them)"
+            f"{self.warehouse.capacity_bytes} are in use by {rows} rows that nobody freed; look why they are not "
+            "consumed, or raise dock.arena_mb"
         )
 
     def _reserve(self, message: Message, now: float) -> dict:
@@ -282,7 +289,9 @@ class DockNode:
             again = (part.rows.ready[slots] & self.schema.bit[name]) != 0
             if again.any() and not self._equal(part, name, slots[again], begins[name], column, again):
                 self.warehouse.cancel(offset, total)
-                raise DockError(f"column {name!r} of {int(again.sum())} rows has a result already, and another one came")
+                raise DockError(
+                    f"column {name!r} of {int(again.sum())} rows has a result already, and another one came"
+                )
             fresh[name] = ~again
         for name, column in lengths.items():
             self.warehouse.place(part.number, name, slots, begins[name], column, fresh[name])
@@ -362,7 +371,7 @@ class DockNode:
 
     def _stats(self, message: Message, now: float) -> dict:
         house = self.warehouse
-        return self.controller.stats() | {
+        return report.stats(self.controller) | {
             "arena_bytes": house.capacity_bytes,
             "used_bytes": house.used_bytes,
             "free_bytes": house.free_bytes,

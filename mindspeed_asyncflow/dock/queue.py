@@ -20,7 +20,7 @@ _SLACK = 1024  # outdated entries that a line may hold before it is cleaned
 
 
 class _Line:
-    """First-in first-out line of numbers with lazy removal: an entry counts while its ticket is the newest of its number."""
+    """First-in first-out line of numbers, removed lazily: an entry counts while it is its number's newest."""
 
     def __init__(self) -> None:
         self._chunks: deque[tuple[np.ndarray, np.ndarray]] = deque()

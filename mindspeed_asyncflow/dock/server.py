@@ -50,8 +50,8 @@ class _Connection:
 class DockServer:
     """Serves one controller/warehouse pair from a thread of this process.
 
-    `port` 0 takes any free one; a busy port raises PlatformError. `secret` must be shown by every client. `close()` ends
-    the thread and removes the arena; clients that wait then get an error at once.
+    `port` 0 takes any free one; a busy port raises PlatformError. Every client must know `secret`. `close()` ends the
+    thread and removes the arena; clients that wait then get an error at once.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class DockServer:
             self._listener = socket.create_server((host, port))
         except OSError as error:
             raise PlatformError(
-                f"the dock cannot listen on {host}:{port} ({error.strerror}); set dock.port to a free port, or to 0 for any"
+                f"the dock cannot listen on {host}:{port} ({error.strerror}); set dock.port to a free one, or to 0"
             ) from error
         try:
             self._arena = Arena.create(arena_path, arena_mb << 20)
@@ -291,7 +291,7 @@ class DockServer:
 
 
 def _frame(header: Header, status: int, message: dict) -> list[memoryview]:
-    """An answer. Arrays are copied when they are views into the arena or small: the bytes may change before they leave."""
+    """An answer as one buffer: copied, because views into the arena may change before they have left."""
     parts = wire.encode(header.verb, status, header.client, header.request, message)
     return [memoryview(b"".join(parts))]
 

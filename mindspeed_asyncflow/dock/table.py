@@ -94,7 +94,9 @@ class RowTable(Parallel):
 
     def check_room(self, count: int) -> None:
         if self._slots.used_up_to + count > MAX_SLOTS and self._slots.idle < count:
-            raise DockFull(f"a partition holds at most {MAX_SLOTS} rows at a time and has {self.count}; free some first")
+            raise DockFull(
+                f"a partition holds at most {MAX_SLOTS} rows at a time and has {self.count}; free some first"
+            )
 
     def add(self, groups: np.ndarray, members: np.ndarray, ready: np.int64, tokens: np.ndarray) -> np.ndarray:
         """New rows; returns their slots."""
@@ -129,7 +131,9 @@ class RowTable(Parallel):
         good[good] = self.alive[slots[good]] & (self.generation[slots[good]] == generations[good])
         if not good.all():
             bad = rows[~good]
-            raise StaleHandle(f"{len(bad)} of {len(rows)} row handles are stale: their rows were freed (first: {int(bad[0])})")
+            raise StaleHandle(
+                f"{len(bad)} of {len(rows)} row handles are stale: their rows were freed (first: {int(bad[0])})"
+            )
 
 
 class GroupTable(Parallel):

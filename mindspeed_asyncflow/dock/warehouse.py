@@ -4,7 +4,7 @@ The arena is one file, touched once and recycled for ever: no write creates a se
 granules of 64 bytes. One write reserves one extent and packs the rows of each column back to back in it, so a cell
 has no padding of its own and starts anywhere. A granule is free again when the last cell that touches it is released:
 interior granules belong to one cell, and only the first and last granule of a cell can be shared, so a reference
-count is kept for these alone. The work of a release depends on the cells released, not on their bytes or on the rows alive.
+count is kept for these alone. The work of a release depends on the cells released, not on bytes or on the rows alive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHM_DIR = "/dev/shm"
 
 
 class Arena:
-    """One shared-memory file mapped into this process. Offsets are bytes from its start; the first granule is reserved."""
+    """One shared-memory file, mapped. Offsets are bytes from its start; the first granule is reserved."""
 
     def __init__(self, path: str, mapping: mmap.mmap) -> None:
         self.path = path
@@ -49,7 +49,8 @@ class Arena:
         except OSError as error:
             os.unlink(path)
             raise PlatformError(
-                f"{nbytes >> 20} MiB of shared memory for the dock are not available ({error.strerror}); lower dock.arena_mb"
+                f"{nbytes >> 20} MiB of shared memory for the dock are not available ({error.strerror}); "
+                "lower dock.arena_mb"
             ) from error
         finally:
             os.close(fd)
@@ -156,7 +157,7 @@ class Cells:
 
 
 class Warehouse:
-    """Bytes of one node. Cells are named (partition number, column, index); who may use them is the controller's business."""
+    """Bytes of one node. A cell is (partition number, column, index); who may use it is the controller's business."""
 
     def __init__(self, columns: Sequence[ColumnSpec], arena: Arena) -> None:
         self.specs = {c.name: c for c in columns}
@@ -192,8 +193,10 @@ class Warehouse:
             start = offset // GRANULE
             self._free.give(np.array([start]), np.array([start + -(-nbytes // GRANULE)]))
 
-    def place(self, partition: int, column: str, index: np.ndarray, begin: int, lengths: np.ndarray, keep: np.ndarray) -> None:
-        """Makes the packed values at byte `begin` the cells `index` (unique); those with `keep` False are given back."""
+    def place(
+        self, partition: int, column: str, index: np.ndarray, begin: int, lengths: np.ndarray, keep: np.ndarray
+    ) -> None:
+        """Makes the packed values at byte `begin` the cells `index`; those with `keep` False are given back."""
         spec = self.specs[column]
         offsets = begin + (np.cumsum(lengths) - lengths) * spec.itemsize
         first, last, _ = self._span(offsets, lengths, spec)
@@ -252,6 +255,4 @@ class Warehouse:
         edges = np.unique(np.concatenate((first, last)))
         dead = edges[self._edges[edges] == 0]
         inner = last > first + 1
-        self._free.give(
-            np.concatenate((dead, first[inner] + 1)), np.concatenate((dead + 1, last[inner]))
-        )
+        self._free.give(np.concatenate((dead, first[inner] + 1)), np.concatenate((dead + 1, last[inner])))

@@ -1,6 +1,6 @@
 """Frames between dock processes: a fixed header, plain values as JSON, arrays as raw bytes. No pickle, no code.
 
-    header (40 bytes) | JSON of the plain values and of each array's name, dtype, shape | arrays, each at a multiple of 8
+    header (40 bytes) | JSON of the plain values and of the arrays' names, dtypes, shapes | arrays, each 8-aligned
 
 Sizes are checked before memory is taken, dtypes and shapes before an array is made. Little-endian throughout.
 """
@@ -76,19 +76,19 @@ def encode(verb: int, status: int, client: int, request: int, message: Mapping[s
     size = len(text) + len(out[1])
     for frame in frames:
         if frame.nbytes:
-            out.append(memoryview(frame.reshape(-1).view(np.uint8)))
+            out.append(frame.reshape(-1).view(np.uint8).data)
             out.append(bytes(-frame.nbytes % 8))
             size += frame.nbytes + len(out[-1])
     return [HEADER.pack(MAGIC, VERSION, verb, status, len(text), client, request, size), *out]
 
 
-def decode_header(raw: bytes | memoryview, most_bytes: int) -> Header:
+def decode_header(raw: bytes | bytearray | memoryview, most_bytes: int) -> Header:
     """Raises WireError when this is no header of ours or announces more than `most_bytes` of body."""
     magic, version, verb, status, json_bytes, client, request, body = HEADER.unpack(raw)
     if magic != MAGIC or version != VERSION:
         raise WireError(f"a frame begins with {magic!r} version {version}, expected {MAGIC!r} version {VERSION}")
     if body > most_bytes or json_bytes > min(body, MAX_JSON):
-        raise WireError(f"a frame announces {body} bytes ({json_bytes} of JSON), at most {most_bytes} are accepted here")
+        raise WireError(f"a frame announces {body} bytes ({json_bytes} of JSON), at most {most_bytes} are accepted")
     return Header(verb, status, json_bytes, client, request, body)
 
 
