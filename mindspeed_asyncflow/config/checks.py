@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from mindspeed_asyncflow.config import feasibility
 from mindspeed_asyncflow.config.machine import Machine
+from mindspeed_asyncflow.config.parallel import check_parallel
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import ConfigError
 
@@ -21,7 +23,8 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.level}: {', '.join(self.keys)}: {self.message}"
+        named = self.message.startswith(self.keys[0])
+        return f"{self.level}: {self.message}" if named else f"{self.level}: {', '.join(self.keys)}: {self.message}"
 
 
 def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = None) -> list[Finding]:
@@ -29,17 +32,27 @@ def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = No
     rules = (_algorithm, _batches, _data, _rollout, _trainer)
     found = [Finding(*f) for rule in rules for f in rule(config)]
     found += [Finding(*f) for f in feasibility.findings(config, machine, model)]
+    if model is not None:
+        found += _parallel(config, model)
     return sorted(found, key=lambda finding: finding.level != "error")
 
 
-def require(config: Config, machine: Machine, model: Mapping[str, Any] | None = None) -> list[Finding]:
-    """Raise ConfigError that lists every error; return the warnings."""
-    found = check(config, machine, model)
+def refuse_errors(found: list[Finding]) -> list[Finding]:
+    """Raise ConfigError that lists every error of `found`; return the warnings."""
     errors = [finding for finding in found if finding.level == "error"]
     if errors:
         lines = [f"{len(errors)} setting{'s' if len(errors) > 1 else ''} cannot work", *(str(e) for e in errors)]
         raise ConfigError("\n  ".join(lines))
     return found
+
+
+def _parallel(config: Config, model: Mapping[str, Any]) -> list[Finding]:
+    try:
+        check_parallel(dict(model), config.trainer)
+    except ConfigError as error:
+        named = tuple(dict.fromkeys(re.findall(r"trainer\.\w+", str(error)))) or ("trainer",)
+        return [Finding("error", named, str(error))]
+    return []
 
 
 Raw = tuple[Literal["error", "warning"], tuple[str, ...], str]
@@ -148,18 +161,6 @@ def _trainer(c: Config) -> Iterator[Raw]:
     t = c.trainer
     if not all(0 <= beta < 1 for beta in t.betas):
         yield "error", ("trainer.betas",), f"{list(t.betas)}: both must be at least 0 and below 1"
-    if t.virtual_pipeline and t.pipeline_parallel == 1:
-        yield (
-            "error",
-            ("trainer.virtual_pipeline", "trainer.pipeline_parallel"),
-            "virtual stages divide a pipeline rank; set pipeline_parallel to 2 or more",
-        )
-    if t.sequence_parallel and t.tensor_parallel == 1:
-        yield (
-            "error",
-            ("trainer.sequence_parallel", "trainer.tensor_parallel"),
-            "the sequence is split over the tensor-parallel ranks; set tensor_parallel to 2 or more",
-        )
     if t.lr_warmup_steps >= t.steps:
         yield (
             "warning",

@@ -43,6 +43,8 @@ class Architecture:
 
 BUILTIN = {
     "tiny_qwen2": Architecture(hidden=128, intermediate=384, layers=3, heads=4, kv_heads=2, max_positions=1024),
+    # The same with a layer count that pipeline stages divide.
+    "tiny_qwen2_4l": Architecture(hidden=128, intermediate=384, layers=4, heads=4, kv_heads=2, max_positions=1024),
     "small_qwen2": Architecture(
         hidden=256,
         intermediate=768,

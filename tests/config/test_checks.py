@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mindspeed_asyncflow.config import parse_config
-from mindspeed_asyncflow.config.checks import check, require
+from mindspeed_asyncflow.config.checks import check, refuse_errors
 from mindspeed_asyncflow.config.machine import MIB, Machine
 from mindspeed_asyncflow.errors import ConfigError
 
@@ -64,6 +64,8 @@ def test_the_defaults_have_no_error():
         (["trainer.betas=[0.9, 1.0]"], "trainer.betas", "below 1"),
         (["trainer.virtual_pipeline=2"], "trainer.virtual_pipeline", "pipeline_parallel"),
         (["trainer.sequence_parallel=true"], "trainer.sequence_parallel", "tensor_parallel"),
+        (["trainer.tensor_parallel=3"], "trainer.tensor_parallel", "does not divide"),
+        (["trainer.expert_parallel=2"], "trainer.expert_parallel", "no experts"),
         (["data.task=jsonl:nothing.jsonl"], "data.task", "no such file"),
         (["model.source=nothing"], "model.source", "no such folder"),
         (["rollout.kv_cache_mb=1", "rollout.max_new_tokens=600"], "rollout.kv_cache_mb", "664 tokens"),
@@ -84,9 +86,10 @@ def test_divisible_batches_pass():
 
 def test_all_errors_are_listed_together_and_warnings_do_not_stop():
     with pytest.raises(ConfigError, match="3 settings cannot work") as caught:
-        require(parse_config("", ["algorithm.group_size=1", "rollout.top_p=0.5", "rollout.top_k=3"]), BOX, TINY)
+        settings = parse_config("", ["algorithm.group_size=1", "rollout.top_p=0.5", "rollout.top_k=3"])
+        refuse_errors(check(settings, BOX, TINY))
     assert all(key in str(caught.value) for key in ("algorithm.group_size", "rollout.top_p", "rollout.top_k"))
-    warnings = require(parse_config("", ["data.heldout=100"]), BOX, TINY)
+    warnings = refuse_errors(check(parse_config("", ["data.heldout=100"]), BOX, TINY))
     assert [w.keys[0] for w in warnings] == ["evaluation.prompts"]
 
 
@@ -96,9 +99,9 @@ def test_all_errors_are_listed_together_and_warnings_do_not_stop():
         (["rollout.threads=64"], replace(BOX, cpus=4), "64 CPUs wanted by each process, 4 available"),
         (["run.ray_cpus=64"], replace(BOX, cpus=4), "64 CPUs wanted, 4 available"),
         (
-            ["trainer.tensor_parallel=64"],
+            ["rollout.replicas=32"],
             replace(BOX, cpus=4, memory_bytes=1 << 40, free_memory_bytes=1 << 40),
-            "32 make",
+            "at most 32 make",
         ),
         (["run.platform=npu"], BOX, "2 NPUs wanted (1 trainer ranks + 1 rollout replicas x 1), 0 available"),
         (["trainer.data_parallel=2", "rollout.replicas=2"], replace(BOX, npus=2), "4 NPUs wanted"),

@@ -1,0 +1,73 @@
+"""The `asyncflow` command: one file per subcommand, one boundary where errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+from mindspeed_asyncflow import __version__
+from mindspeed_asyncflow.cli import check, report, train
+from mindspeed_asyncflow.errors import AsyncFlowError, ConfigError
+
+EXIT_CODES = "exit status: 0 done, 1 the run failed, 2 wrong settings or usage, 130 interrupted"
+COMMANDS = (train, check, report)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncflow",
+        description="Asynchronous streaming RL post-training of language models.",
+        epilog=f"examples:\n  asyncflow train configs/qwen_tiny_cpu.yaml\n"
+        f"  asyncflow check configs/qwen_tiny_cpu.yaml --set rollout.replicas=2\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"mindspeed_asyncflow {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        sub = commands.add_parser(
+            module.NAME,
+            help=module.HELP,
+            description=module.HELP,
+            epilog=f"examples:\n{module.EXAMPLES}\n\n{EXIT_CODES}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the exit status; nothing is raised."""
+    try:
+        arguments = build_parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed its help or message
+        return stop.code if isinstance(stop.code, int) else 2
+    try:
+        return arguments.run(arguments)
+    except KeyboardInterrupt:
+        print("asyncflow: interrupted", file=sys.stderr)
+        return 130
+    except AsyncFlowError as error:
+        print(explain(error), file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except Exception:  # the outermost boundary: a fault of ours or of a library, shown whole
+        traceback.print_exc()
+        return 1
+
+
+def explain(error: BaseException) -> str:
+    """The root cause first, then what failed because of it, outermost last."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    root, *consequences = reversed(chain)
+    lines = [f"asyncflow: {_words(root)}", *(f"  therefore: {_words(item)}" for item in consequences)]
+    return "\n".join(lines)
+
+
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"

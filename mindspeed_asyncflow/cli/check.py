@@ -1,0 +1,61 @@
+"""`asyncflow check`: everything that can be known before a launch, without starting anything."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from mindspeed_asyncflow.cli import preflight, settings
+from mindspeed_asyncflow.config import Config, dump_resolved, feasibility
+from mindspeed_asyncflow.config.machine import MIB, Machine, probe
+
+NAME = "check"
+HELP = "show what a configuration means and whether it can run here; starts nothing"
+EXAMPLES = """  asyncflow check configs/qwen_tiny_cpu.yaml
+  asyncflow check configs/qwen_tiny_cpu.yaml --set trainer.tensor_parallel=2"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    settings.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = settings.load(arguments)
+    machine = probe(config.run.folder)
+    found = preflight.inspect(config, machine)
+    print("== settings")
+    print(dump_resolved(config), end="")
+    for title, lines in (("batch", _batch(config)), ("processes", _processes(config, machine))):
+        print(f"== {title}")
+        print("\n".join(lines))
+    print("== least host memory, MiB")
+    for name, size in feasibility.memory_bytes(config, machine, preflight.model_sizes(config)).items():
+        print(f"{size / MIB:>10.0f}  {name}")
+    print("== findings")
+    print("\n".join(map(str, found)) or "none: this configuration can run here")
+    return 2 if any(finding.level == "error" for finding in found) else 0
+
+
+def _batch(config: Config) -> Iterator[str]:
+    w, t = config.workflow, config.trainer
+    samples = config.samples_per_step
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    yield f"{w.groups_per_step} prompt groups x {config.algorithm.group_size} answers = {samples} samples per step"
+    yield f"{samples // t.data_parallel} samples per data-parallel rank ({t.data_parallel})"
+    yield f"samples of at most {longest} tokens, {t.micro_batch_tokens // longest} or more in a micro-batch"
+    yield f"at most {(w.max_lag + 1) * samples} samples between issue and training (max_lag {w.max_lag})"
+    training = config.data.size - config.data.heldout
+    used = t.steps * w.groups_per_step
+    yield f"{training} training prompts, {config.data.heldout} held out; {t.steps} steps take {used}"
+
+
+def _processes(config: Config, machine: Machine) -> Iterator[str]:
+    t, r = config.trainer, config.rollout
+    device = "NPU" if feasibility.on_npu(config, machine) else "CPU"
+    yield "driver: workflow loops, dock, evaluation"
+    order = f"TP {t.tensor_parallel} x CP {t.context_parallel} x DP {t.data_parallel} x PP {t.pipeline_parallel}"
+    yield f"trainer: {t.world_size} rank{'s' * (t.world_size > 1)} on {device} ({order}), {t.threads} threads each"
+    yield f"rollout: {r.replicas} x {r.engine} on {device} (TP {r.tensor_parallel}), {r.threads} threads each"
+    yield f"scorers: {config.reward.workers}"
+    yield f"dock port: {config.dock.port or 'any free one'}; all other ports are taken free when bound"
+    yield f"this machine: {machine.cpus} CPUs, {machine.npus} NPUs, {machine.free_memory_bytes / MIB:.0f} MiB free"

@@ -1,0 +1,36 @@
+"""`asyncflow train`: check everything that can be checked, then run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from mindspeed_asyncflow.cli import preflight, settings
+from mindspeed_asyncflow.config import checks
+
+NAME = "train"
+HELP = "check a configuration, then train with it"
+EXAMPLES = """  asyncflow train configs/qwen_tiny_cpu.yaml
+  asyncflow train configs/qwen_tiny_cpu.yaml --set trainer.steps=5 --set workflow.max_lag=0
+  asyncflow train my.yaml --run-folder results"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    settings.add_arguments(parser)
+    parser.add_argument(
+        "--run-folder",
+        metavar="DIR",
+        type=Path,
+        help="where the dated folder of this run is made, with `latest` pointing to it (default: run.folder)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = settings.load(arguments)
+    for warning in checks.refuse_errors(preflight.inspect(config)):
+        print(f"asyncflow: {warning}", file=sys.stderr)
+    # Only now: Ray and what it loads take seconds, and a mistake is answered at once.
+    from mindspeed_asyncflow.service import launch
+
+    return launch.train(config, arguments.run_folder)

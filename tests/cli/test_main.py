@@ -1,0 +1,124 @@
+"""The command line answers mistakes at once, with one message and the documented exit status."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_asyncflow import cli
+from mindspeed_asyncflow.errors import PlatformError, RunFailed
+
+TINY = "configs/qwen_tiny_cpu.yaml"
+
+
+@pytest.fixture(autouse=True)
+def in_project(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+
+@pytest.fixture
+def service(monkeypatch):
+    """Stands in for the service: records what it is asked to train and ends as it is told."""
+    calls: list = []
+
+    class Launch:
+        ends: object = 0
+
+        def train(self, config, base=None):
+            calls.append((config, base))
+            if isinstance(self.ends, BaseException):
+                raise self.ends
+            return self.ends
+
+    launch = Launch()
+    launch.calls = calls
+    from mindspeed_asyncflow import service as package
+
+    monkeypatch.setitem(sys.modules, "mindspeed_asyncflow.service.launch", launch)
+    monkeypatch.setattr(package, "launch", launch, raising=False)
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing.yaml"], "no such configuration file"),
+        ([TINY, "--set", "learning_rate=1e-4"], "did you mean trainer.lr?"),
+        ([TINY, "--set", "algorithm.group_size=1"], "algorithm.group_size"),
+        ([TINY, "--set", "rollout.threads=6400"], "6400 CPUs wanted by each process"),
+        ([TINY, "--set", "model.source=builtin:huge"], "there are builtin:tiny_qwen2"),
+        ([TINY, "--set", "data.task=sorting"], "unknown"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_wrong_settings_end_with_2_and_start_nothing(command, arguments, said, service, capsys):
+    """B95, B93"""
+    assert cli.main([command, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert said in out + err
+    assert "Traceback" not in err
+    assert service.calls == []
+
+
+def test_train_hands_the_overridden_settings_to_the_service(service, tmp_path):
+    assert cli.main(["train", TINY, "--set", "trainer.steps=7", "--run-folder", str(tmp_path)]) == 0
+    ((config, base),) = service.calls
+    assert config.trainer.steps == 7
+    assert base == tmp_path
+
+
+def test_own_errors_show_the_root_cause_first_without_a_traceback(service, capsys):
+    failure = RunFailed("the run stopped in step 3")
+    failure.__cause__ = PlatformError("port 5 is in use; set dock.port to 0")
+    service.ends = failure
+    assert cli.main(["train", TINY]) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert err == [
+        "asyncflow: PlatformError: port 5 is in use; set dock.port to 0",
+        "  therefore: RunFailed: the run stopped in step 3",
+    ]
+
+
+def test_unforeseen_errors_show_the_traceback(service, capsys):
+    service.ends = ZeroDivisionError("oh")
+    assert cli.main(["train", TINY]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_interruption_ends_with_130(service):
+    service.ends = KeyboardInterrupt()
+    assert cli.main(["train", TINY]) == 130
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian", TINY], ["train"], ["train", TINY, "--step", "3"]])
+def test_wrong_usage_ends_with_2(arguments, capsys):
+    assert cli.main(arguments) == 2
+    assert "usage: asyncflow" in capsys.readouterr().err
+
+
+def test_check_shows_settings_batches_processes_and_memory(capsys):
+    assert cli.main(["check", TINY, "--set", "trainer.lr=3e-4"]) == 0
+    out = capsys.readouterr().out
+    assert "lr: 0.0003" in out
+    assert "32 prompt groups x 8 answers = 256 samples per step" in out
+    assert "rollout: 1 x vllm" in out
+    assert "dock arena" in out
+
+
+def test_report_refuses_a_folder_that_is_no_run(tmp_path, capsys):
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "no run folder" in capsys.readouterr().err
+
+
+def test_module_and_version_work_without_loading_heavy_libraries():
+    code = (
+        "import runpy, sys; sys.argv = ['asyncflow', '--version']\n"
+        "try: runpy.run_module('mindspeed_asyncflow', run_name='__main__')\n"
+        "except SystemExit as stop: assert stop.code == 0, stop.code\n"
+        "heavy = {'torch', 'ray', 'vllm', 'transformers', 'megatron'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("mindspeed_asyncflow ")
