@@ -53,8 +53,9 @@ class Claim:
 class DockClient:
     """Thread-safe; calls block, each on a connection of its own. `wait_s` is the deadline of calls that wait.
 
-    Raises DockError (and its kinds StaleHandle, ClaimLost, DockFull) when the dock refuses a call, DeadlineExceeded
-    when a wait ends, WorkerLost when the server is gone.
+    Make one per process: connections cannot be shared across a fork. Raises DockError (and its kinds StaleHandle,
+    ClaimLost, DockFull) when the dock refuses a call, DeadlineExceeded when a wait ends, WorkerLost when the server
+    is gone.
     """
 
     def __init__(self, address: str, secret: str | bytes = b"", wait_s: float = 30.0, map_arena: bool = True) -> None:
@@ -66,14 +67,14 @@ class DockClient:
         self._idle: list[Channel] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._token = b""  # of the server's arena: another one means another server, which has none of our rows
         channel = self._connect()
         hello = channel.hello
         self._idle.append(channel)
         self.schema = Schema(
             [ColumnSpec(*column) for column in hello["columns"]], [TaskSpec(n, tuple(c)) for n, c in hello["tasks"]]
         )
-        token = hello.array("arena_token", "uint8").tobytes()
-        self._arena = Arena.attach(hello.text("arena_path"), token) if map_arena else None
+        self._arena = Arena.attach(hello.text("arena_path"), self._token) if map_arena else None
 
     @property
     def mapped(self) -> bool:
@@ -103,6 +104,8 @@ class DockClient:
         The columns `prompt_ids` and `truth` are stored once per group, from its first row. Waits while the arena is
         full. Further members of a group may be put later, while the group has any rows.
         """
+        if not groups:
+            return []
         firsts = [group[0] for group in groups]
         values = {
             "prompt_ids": Ragged.from_rows([row.prompt_ids for row in firsts], "int32"),
@@ -130,7 +133,8 @@ class DockClient:
 
     def free(self, rows: np.ndarray) -> None:
         """The rows have served. Their bytes go when the last claim on them ends."""
-        self._call(Verb.FREE, {"rows": rows})
+        if len(rows):
+            self._call(Verb.FREE, {"rows": _handles(rows)})
 
     def drop(
         self,
@@ -144,9 +148,11 @@ class DockClient:
 
         A group that loses single rows gets smaller: its other members make it whole.
         """
-        message: dict[str, Any] = {"reason": reason, "partition": partition, "rows": rows}
-        if group_ids is not None:
-            message["group_ids"] = np.asarray(group_ids, np.int64)
+        message: dict[str, Any] = {"reason": reason, "partition": partition}
+        if rows is not None:
+            message["rows"] = _handles(rows)
+        else:
+            message["group_ids"] = np.asarray(group_ids or (), np.int64)
         self._call(Verb.DROP, message)
 
     def seal(self, partition: str) -> None:
@@ -156,9 +162,9 @@ class DockClient:
     # -- work ------------------------------------------------------------------------------------------------------
 
     def claim(
-        self, task: str, count: int, *, partition: str = "train", unit: str = "rows", policy: str = "fifo",
+        self, task: str, count: int, *, partition: str, worker: str, unit: str = "rows", policy: str = "fifo",
         group_ids: Sequence[int] | None = None, min_version: int | None = None, timeout_s: float | None = None,
-        worker: str = "", at_least: int = 1,
+        at_least: int = 1,
     ) -> Claim:  # fmt: skip
         """Takes up to `count` ready rows (or whole groups) for `task`, as soon as `at_least` are there.
 
@@ -188,7 +194,7 @@ class DockClient:
         freed; rows that you hold a claim on are not freed before it ends. `copy=True` gives values of your own.
         """
         copy = copy or self._arena is None
-        reply = self._call(Verb.READ, {"rows": rows, "columns": list(columns), "copy": copy})
+        reply = self._call(Verb.READ, {"rows": _handles(rows), "columns": list(columns), "copy": copy})
         out: dict[str, Any] = {}
         for name in columns:
             spec, lengths = self.schema.columns[name], reply.ints(f"lengths.{name}")
@@ -210,18 +216,18 @@ class DockClient:
         result (ClaimLost); `done=True` also finishes these rows of the claim. A second result for a cell is refused
         unless it is equal. Waits while the arena is full.
         """
-        message: dict[str, Any] = {"rows": rows, "claim_id": claim_id, "done": done}
+        message: dict[str, Any] = {"rows": _handles(rows), "claim_id": claim_id, "done": done}
         if versions is not None:
             message["version_min"], message["version_max"] = (np.asarray(v, np.int32) for v in versions)
         self._send_values(Verb.WRITE, message, values, timeout_s)
 
     def done(self, claim_id: int | None = None, *, task: str = "", rows: np.ndarray | None = None) -> None:
         """The task has finished the rows of the claim (only `rows`, if given), or `rows` that claims of `task` hold."""
-        self._call(Verb.DONE, {"claim_id": claim_id, "task": task, "rows": rows})
+        self._call(Verb.DONE, {"claim_id": claim_id, "task": task, "rows": None if rows is None else _handles(rows)})
 
     def release(self, claim_id: int, rows: np.ndarray | None = None) -> None:
         """Gives the rows of the claim (only `rows`, if given) back: they are offered again, before others."""
-        self._call(Verb.RELEASE, {"claim_id": claim_id, "rows": rows})
+        self._call(Verb.RELEASE, {"claim_id": claim_id, "rows": None if rows is None else _handles(rows)})
 
     def forget_worker(self, worker: str) -> int:
         """Offers everything again that a lost worker holds; returns the number of its claims."""
@@ -313,6 +319,16 @@ class DockClient:
 
     def _connect(self) -> Channel:
         try:
-            return Channel(self.address, self._secret, self._client, self.wait_s)
+            channel = Channel(self.address, self._secret, self._client, self.wait_s)
         except Broken as broken:
             raise WorkerLost(f"no dock server at {self.address}, or the secret is wrong: {broken}") from broken
+        token = channel.hello.array("arena_token", "uint8").tobytes()
+        if self._token and token != self._token:
+            channel.close()
+            raise WorkerLost(f"the dock server at {self.address} was replaced by another one; its rows are gone")
+        self._token = token
+        return channel
+
+
+def _handles(rows: np.ndarray | Sequence[int]) -> np.ndarray:
+    return np.asarray(rows, np.int64)

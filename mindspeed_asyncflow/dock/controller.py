@@ -109,7 +109,7 @@ class Controller:
         self._wake(now)
 
     def resolve(self, rows: np.ndarray, repeats: bool = False) -> tuple[Partition, np.ndarray]:
-        """Slots of live rows. Raises StaleHandle; DockError for several partitions or, unless `repeats`, a row named twice."""
+        """Slots of live rows of one partition. Raises StaleHandle; DockError, unless `repeats`, for a row named twice."""
         numbers, slots, generations = unpack_handles(rows)
         part = self._by_number.get(int(numbers[0])) if len(rows) else None
         if part is None or not bool((numbers == numbers[0]).all()):
@@ -147,8 +147,7 @@ class Controller:
             return None
         queue = part.queues[request.task]
         slots = self._choose(part, queue, request)
-        pending = queue.counts[WAITING] + queue.counts[CLAIMED] - self._own(request)
-        over = part.sealed and pending == 0 and not len(slots)
+        over = self._is_tail(part, queue, request) and not len(slots)
         if not (len(slots) or over or request.dropped):
             return None
         claim_id = 0
@@ -170,34 +169,40 @@ class Controller:
             if stale.any():
                 request.dropped += self._drop_units(part, units[stale], groups_wanted, "stale")
                 continue
-            pending = queue.counts[WAITING] + queue.counts[CLAIMED] - self._own(request)
-            tail = part.sealed and pending == 0
-            if len(units) < request.at_least and not tail and not request.dropped:
+            tail = request.dropped or self._is_tail(part, queue, request)
+            if len(units) < request.at_least and not tail:
                 return np.empty(0, np.int64)
             if groups_wanted and len(units):
                 return part.members(units)
             return units
 
-    def _own(self, request: ClaimRequest) -> int:
-        return self.leases.held.get((request.partition, request.task, request.worker), 0)
+    def _is_tail(self, part: Partition, queue: TaskQueue, request: ClaimRequest) -> bool:
+        """Whether nothing can become ready for this asker any more, except rows that it holds itself."""
+        own = self.leases.held.get((request.partition, request.task, request.worker), 0)
+        return part.sealed and int(queue.counts[WAITING] + queue.counts[CLAIMED]) == own
 
     # -- claims end ------------------------------------------------------------------------------------------------
 
-    def held_slots(self, claim_id: int, slots: np.ndarray | None, now: float) -> tuple[OpenClaim, np.ndarray]:
-        """The claim and those of its rows that are meant (None: all). Raises ClaimLost when it does not hold them."""
+    def held(
+        self, claim_id: int, part: Partition | None, slots: np.ndarray | None, now: float
+    ) -> tuple[OpenClaim, np.ndarray]:
+        """The claim, its lease renewed, and those of its rows that are meant (None: all).
+
+        Raises ClaimLost when the claim has ended, DockError when it does not hold a row.
+        """
         claim = self.leases.get(claim_id, now)
         if slots is None:
             return claim, claim.slots
         holder = self.partitions[claim.partition].queues[claim.task].holder(slots)
-        if not bool((holder == claim_id).all()):
+        if part is not self.partitions[claim.partition] or not bool((holder == claim_id).all()):
             raise DockError(
                 f"claim {claim_id} of task {claim.task!r} does not hold {int((holder != claim_id).sum())} of these rows"
             )
         return claim, slots
 
-    def done(self, claim_id: int, slots: np.ndarray | None, now: float) -> None:
+    def done(self, claim_id: int, part: Partition | None, slots: np.ndarray | None, now: float) -> None:
         """The task has finished these rows of the claim (None: all)."""
-        claim, slots = self.held_slots(claim_id, slots, now)
+        claim, slots = self.held(claim_id, part, slots, now)
         self._end(claim, slots, "it is done", lambda queue, live: queue.finish(live))
         self._wake(now)
 
@@ -208,11 +213,11 @@ class Controller:
         if not holders.all():
             raise DockError(f"{int((holders == 0).sum())} of these rows are not claimed by task {task!r}")
         for claim_id in np.unique(holders).tolist():
-            self.done(claim_id, slots[holders == claim_id], now)
+            self.done(claim_id, part, slots[holders == claim_id], now)
 
-    def release(self, claim_id: int, slots: np.ndarray | None, now: float) -> None:
+    def release(self, claim_id: int, part: Partition | None, slots: np.ndarray | None, now: float) -> None:
         """These rows of the claim (None: all) are offered again, before others."""
-        claim, slots = self.held_slots(claim_id, slots, now)
+        claim, slots = self.held(claim_id, part, slots, now)
         self._give_back(claim, slots, "it was released")
         self._wake(now)
 

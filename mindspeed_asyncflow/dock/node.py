@@ -254,7 +254,7 @@ class DockNode:
     def _same_shared(
         self, part: Partition, ids: np.ndarray, late: np.ndarray, begins: dict[str, int], shared: dict[str, np.ndarray]
     ) -> bool:
-        groups = np.array(part.groups.find(ids[late].tolist()), np.int64)
+        groups = part.groups.find(ids[late].tolist())
         return all(self._equal(part, name, groups, begins[name], lengths, late) for name, lengths in shared.items())
 
     def _equal(
@@ -274,7 +274,7 @@ class DockNode:
             self.controller.leases.get(claim_id, now)  # says "expired" rather than "stale" for a late result
         part, slots = self.controller.resolve(message.ints("rows"))
         if claim_id is not None:
-            self.controller.held_slots(claim_id, slots, now)
+            self.controller.held(claim_id, part, slots, now)
         lengths = self._lengths(message, len(slots), len(slots))
         if any(self.schema.columns[name].shared for name in lengths):
             raise DockError("shared columns are written by the put of their group")
@@ -299,7 +299,7 @@ class DockNode:
         tokens = self._tokens(counted, None, len(slots))
         self.controller.commit(part, slots, self.schema.mask(lengths), tokens, versions, now)
         if claim_id is not None and message.flag("done"):
-            self.controller.done(claim_id, slots, now)
+            self.controller.done(claim_id, part, slots, now)
         return {}
 
     def _read(self, message: Message, now: float) -> dict:
@@ -335,7 +335,7 @@ class DockNode:
         rows, claim_id = message.optional_ints("rows"), message.optional_whole("claim_id")
         part, slots = (None, None) if rows is None else self.controller.resolve(rows)
         if claim_id is not None:
-            self.controller.done(claim_id, slots, now)
+            self.controller.done(claim_id, part, slots, now)
         elif part is not None and slots is not None:
             self.controller.done_rows(part, message.text("task"), slots, now)
         else:
@@ -344,8 +344,8 @@ class DockNode:
 
     def _release(self, message: Message, now: float) -> dict:
         rows = message.optional_ints("rows")
-        slots = None if rows is None else self.controller.resolve(rows)[1]
-        self.controller.release(message.whole("claim_id"), slots, now)
+        part, slots = (None, None) if rows is None else self.controller.resolve(rows)
+        self.controller.release(message.whole("claim_id"), part, slots, now)
         return {}
 
     def _drop(self, message: Message, now: float) -> dict:
@@ -353,8 +353,7 @@ class DockNode:
             part, slots = self.controller.resolve(rows)
         else:
             part = self.controller.open(message.text("partition"))
-            groups = part.groups.find(message.ints("group_ids").tolist())
-            slots = np.concatenate([part.groups.rows[g] for g in groups])
+            slots = part.members(part.groups.find(message.ints("group_ids").tolist()))
         self.controller.drop(part, slots, message.text("reason"), now)
         return {}
 

@@ -82,7 +82,7 @@ class Partition:
             units, ready = queue.next_groups(request.count)
         elif policy.order == "listed":
             by_id = self.groups.by_id
-            units = np.array([by_id[i] for i in request.group_ids or () if i in by_id], np.int64)
+            units = np.array([by_id[i] for i in dict.fromkeys(request.group_ids or ()) if i in by_id], np.int64)
             ready = queue.whole(units)
         else:
             units = queue.first_groups(request.count) if request.unit == "groups" else queue.first_rows(request.count)

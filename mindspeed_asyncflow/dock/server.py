@@ -26,7 +26,8 @@ from mindspeed_asyncflow.errors import AsyncFlowError, PlatformError
 
 _GREETING_BYTES = 4096  # most that a connection may send before it has shown the secret
 _REMEMBERED = 512  # answers kept for callers that repeat a call after a broken connection
-_STATELESS = (Verb.READ, Verb.STATS)
+_NOT_REMEMBERED = (Verb.READ, Verb.STATS, Verb.RESERVE)
+_LONGEST_SLEEP_S = 60.0
 _CHUNK = 1 << 18
 
 
@@ -134,7 +135,7 @@ class DockServer:
 
     def _turn(self) -> None:
         deadline = self._node.next_deadline()
-        wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+        wait = None if deadline is None else min(max(0.0, deadline - time.monotonic()), _LONGEST_SLEEP_S)
         for key, events in self._selector.select(wait):
             if key.fileobj is self._listener:
                 self._accept()
@@ -218,7 +219,7 @@ class DockServer:
             raise WireError(f"unknown verb {header.verb}") from None
         if verb is Verb.HELLO:
             raise WireError("a second greeting")
-        repeated = self._answers.get((header.client, header.request)) if verb not in _STATELESS else None
+        repeated = self._answers.get((header.client, header.request)) if verb not in _NOT_REMEMBERED else None
         if repeated is not None:
             if isinstance(message.get("offset"), int):
                 self._node.cancel_extent(message["offset"])
@@ -250,7 +251,7 @@ class DockServer:
             frame = _frame(header, 1, {"error": type(reply).__name__, "text": str(reply)})
         else:
             frame = _frame(header, 0, reply)
-            if header.verb not in _STATELESS:
+            if header.verb not in _NOT_REMEMBERED:
                 self._answers[(header.client, header.request)] = frame
                 if len(self._answers) > _REMEMBERED:
                     self._answers.popitem(last=False)

@@ -190,9 +190,9 @@ class GroupTable(Parallel):
         self._slots.give(slots)
         return slots
 
-    def find(self, ids: Sequence[int]) -> list[int]:
-        """Slots of the groups `ids`; raises DockError when one is not there."""
+    def find(self, ids: Sequence[int]) -> np.ndarray:
+        """Slots of the groups `ids`, at least one; raises DockError when one is not there."""
         missing = [i for i in ids if i not in self.by_id]
-        if missing:
+        if missing or not ids:
             raise DockError(f"groups {missing[:4]} are not in this partition (never put, or freed with their last row)")
-        return [self.by_id[i] for i in ids]
+        return np.array([self.by_id[i] for i in dict.fromkeys(ids)], np.int64)

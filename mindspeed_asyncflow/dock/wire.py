@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -137,7 +138,10 @@ class Message(dict):
         return self._get(name, int)
 
     def real(self, name: str) -> float:
-        return float(self._get(name, (int, float)))
+        value = float(self._get(name, (int, float)))
+        if not math.isfinite(value):
+            raise WireError(f"{name!r} is not a finite number")
+        return value
 
     def flag(self, name: str) -> bool:
         return self._get(name, bool)
