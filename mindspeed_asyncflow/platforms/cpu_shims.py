@@ -1,7 +1,7 @@
 """Lets code that is written for an accelerator (megatron-core) run on the CPU of this process.
 
-The CPU twin of `torch_npu.contrib.transfer_to_npu`: it changes *where* code runs, never *what* it computes. Device names
-become "cpu", streams become the one in-order CPU queue, "nccl"/"hccl" groups become gloo groups, and the graph
+The CPU twin of `torch_npu.contrib.transfer_to_npu`: it changes *where* code runs, never *what* it computes. Device
+names become "cpu", streams become the one in-order CPU queue, "nccl"/"hccl" groups become gloo groups, and the graph
 compiler is off. Trainer processes only: `apply` changes the torch module of the whole process and refuses to come
 after megatron.core, which binds several of these names at import.
 
@@ -25,10 +25,43 @@ from mindspeed_asyncflow.platforms.cpu import resident_bytes
 ACCELERATORS = ("cuda", "npu")
 DEVICE_BACKENDS = ("nccl", "hccl", "cuda:nccl", "npu:hccl")
 FACTORIES = (
-    "tensor as_tensor empty zeros ones full arange linspace eye rand randn randint randperm empty_like zeros_like "
-    "ones_like full_like rand_like randn_like randint_like empty_strided tril_indices triu_indices normal"
-).split()
-TENSOR_FACTORIES = "new_tensor new_empty new_zeros new_ones new_full".split()
+    "tensor",
+    "as_tensor",
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "linspace",
+    "eye",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "empty_strided",
+    "tril_indices",
+    "triu_indices",
+    "normal",
+)
+TENSOR_FACTORIES = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full")
+
+DEVICE_CALLS = (  # that have nothing to do here
+    "set_device",
+    "_set_device",
+    "synchronize",
+    "empty_cache",
+    "ipc_collect",
+    "init",
+    "_lazy_init",
+    "set_stream",
+)
 
 _applied = False
 
@@ -138,7 +171,7 @@ def _shim_device(torch: Any) -> None:
     # megatron passes current_device() as device=..., so it is the device itself and not an index
     cuda.current_device = lambda: cpu
     cuda.device_count = lambda: 1
-    for name in "set_device _set_device synchronize empty_cache ipc_collect init _lazy_init set_stream".split():
+    for name in DEVICE_CALLS:
         setattr(cuda, name, _nothing())
     cuda._lazy_call = lambda callback, **kwargs: callback()
     cuda.is_initialized = lambda: True
@@ -152,7 +185,7 @@ def _shim_device(torch: Any) -> None:
     cuda.default_stream = lambda *args, **kwargs: queue
     cuda.stream = cuda.StreamContext = lambda *args, **kwargs: contextlib.nullcontext()
     cuda.device = lambda *args, **kwargs: contextlib.nullcontext()
-    for name in "range_push range_pop mark".split():
+    for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, _nothing())
     cuda.nvtx.range = lambda *args, **kwargs: contextlib.nullcontext()
 

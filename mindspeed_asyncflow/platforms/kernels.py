@@ -1,4 +1,7 @@
-"""One function per operator: the Ascend kernel where torch_npu is loaded, else torch."""
+"""One function per operator: the Ascend kernel where torch_npu is loaded, else torch.
+
+The torch versions have hand-written backward passes where autograd's own would walk over memory several times more.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,87 @@ def _torch_npu(x: torch.Tensor) -> Any:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension. x: [..., H], weight: [H]."""
+    """x / rms(x) * weight over the last dimension; statistics in fp32. x: [..., H], weight: [H]."""
     npu = _torch_npu(x)
     if npu is not None:
         return npu.npu_rms_norm(x, weight, epsilon=eps)[0]
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()
+        inverse = (wide.square().mean(-1, keepdim=True) + eps).rsqrt_()  # [..., 1]
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        grad = grads[0].float()
+        unit = x.float() * inverse  # x / rms
+        grad_weight = (grad * unit).flatten(0, -2).sum(0)
+        scaled = grad * weight
+        # d(x/rms)/dx removes the component along x
+        along = (scaled * unit).mean(-1, keepdim=True)
+        grad_x = scaled.sub_(unit.mul_(along)).mul_(inverse)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of x = [gate, up] along the last dimension. x: [..., 2F] -> [..., F]."""
+    npu = _torch_npu(x)
+    if npu is not None:
+        return npu.npu_swiglu(x, dim=-1)
+    return _Swiglu.apply(x)
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        out = torch.empty_like(x)
+        grad_gate, grad_up = out.chunk(2, dim=-1)
+        torch.mul(grads[0], F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
+        return out
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the two halves of each head by the position's angles. x: [T, N, D]; cos, sin: [T, 1, D/2] fp32."""
+    npu = _torch_npu(x)
+    if npu is not None:
+        wide_cos, wide_sin = (torch.cat((t, t), -1)[None].to(x.dtype) for t in (cos, sin))
+        return npu.npu_rotary_mul(x[None], wide_cos, wide_sin)[0]
+    return _Rotary.apply(x, cos.to(x.dtype), sin.to(x.dtype))
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0], cos, sin, -1.0), None, None  # the inverse of a rotation is its transpose
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (a, b), (left, right) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(a, cos, out=left).addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=right).addcmul_(a, sin, value=sign)
+    return out
 
 
 class _ToPadded(torch.autograd.Function):

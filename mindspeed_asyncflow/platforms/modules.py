@@ -13,6 +13,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 
 from mindspeed_asyncflow.platforms import kernels
@@ -21,16 +23,38 @@ from mindspeed_asyncflow.platforms.packing import PackedLayout
 
 @dataclass
 class PackedBatch(PackedSeqParams):
-    """Carries our layout through megatron's layers.
+    """Carries our layout and rotary angles through megatron's layers to `CoreAttention`.
 
     `qkv_format` is not "thd": in that format megatron rotates positions in a Python loop over samples. Here tokens are
-    one long sequence [T, 1, ...] with rotary angles gathered by position, and only core attention knows the samples.
+    one long sequence [T, 1, ...], and only core attention knows samples and positions.
     """
 
-    layout: PackedLayout | None = None
+    layout: PackedLayout | None = None  # of all T tokens, on every context-parallel rank
+    cos: torch.Tensor | None = None  # float32 [T/cp, 1, D/2]
+    sin: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.qkv_format = "sbhd"
+
+    @classmethod
+    def make(cls, layout: PackedLayout, positions: torch.Tensor, inv_freq: torch.Tensor) -> PackedBatch:
+        """positions: int64 [T/cp], of the tokens that this context-parallel rank holds; inv_freq: float32 [D/2]."""
+        angles = torch.outer(positions.to(inv_freq.dtype), inv_freq)[:, None, :]
+        return cls(layout=layout, cos=angles.cos(), sin=angles.sin())
+
+
+class NoRotary(torch.nn.Module):
+    """Stands where megatron keeps its rotary table: angles come with the batch, so layers get none from here."""
+
+    def __init__(self, inv_freq: torch.Tensor) -> None:
+        super().__init__()
+        self.inv_freq = inv_freq  # float32 [D/2]
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        return None
 
 
 class RMSNorm(torch.nn.Module):
@@ -48,24 +72,19 @@ class RMSNorm(torch.nn.Module):
         return kernels.rms_norm(x, self.weight, self.eps)
 
 
-class PackedRotary(torch.nn.Module):
-    """Rotary angles of the current micro-batch, [T/cp, 1, 1, D], in place of megatron's table by sequence length."""
+class SwigluMLP(MLP):
+    """megatron's dense MLP with the gated activation as one operator."""
 
-    def __init__(self, inv_freq: torch.Tensor) -> None:
-        super().__init__()
-        self.inv_freq = inv_freq  # float32 [D/2]
-        self._angles: torch.Tensor | None = None
+    def __init__(self, config: Any) -> None:
+        super().__init__(
+            config,
+            MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+        )
 
-    def set_positions(self, positions: torch.Tensor) -> None:
-        """positions: int64 [T/cp], of the tokens that this context-parallel rank holds."""
-        half = torch.outer(positions.to(self.inv_freq.dtype), self.inv_freq.to(positions.device))
-        self._angles = torch.cat((half, half), dim=-1)[:, None, None, :]
-
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        return 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        return self._angles
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        gate_up, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(kernels.swiglu(gate_up))
 
 
 class _Exchange(torch.autograd.Function):
@@ -135,7 +154,9 @@ class CoreAttention(MegatronModule):
     ) -> torch.Tensor:  # [T/cp, 1, Nq * D]
         if packed_seq_params is None or packed_seq_params.layout is None:
             raise TypeError("CoreAttention takes packed samples: pass a PackedBatch with a layout")
-        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        cos, sin = packed_seq_params.cos, packed_seq_params.sin
+        q, k = (kernels.rotary(t.squeeze(1), cos, sin) for t in (query, key))
+        v = value.squeeze(1)
         if self.cp == 1:
             return kernels.attention_packed(q, k, v, packed_seq_params.layout, self.scale).unsqueeze(1)
         group = parallel_state.get_context_parallel_group()
@@ -160,5 +181,7 @@ def layer_spec(config: Any, vp_stage: int | None) -> Any:
         attention.core_attention = CoreAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if getattr(parts.mlp, "module", None) is MLP:  # one spec object may stand for several layers
+            parts.mlp = SwigluMLP
     block.layer_norm = RMSNorm
     return block

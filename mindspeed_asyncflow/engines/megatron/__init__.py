@@ -1,7 +1,7 @@
 """The trainer: megatron-core's model, schedules, optimizer and checkpoints behind `TrainEngine`.
 
 `MegatronTrainEngine` is loaded on first access: that prepares the platform (on a CPU: the torch.cuda shims, on an NPU:
-MindSpeed) and only then imports megatron. It changes torch for the whole process, so access it in trainer processes only.
+MindSpeed) and only then imports megatron. It changes torch for the whole process: access it in trainer processes only.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class _LocalSpec:
         if consider_ep and self.mpu.ep_size > 1:  # type: ignore[attr-defined]
             first = self.config.num_moe_experts // self.mpu.ep_size * self.mpu.ep_rank  # type: ignore[attr-defined]
         for local, name in names.items():
-            if ".local_experts." in name:  # ...experts.local_experts.3.linear_fc1.weight -> ...experts.linear_fc1.weight3
+            if ".local_experts." in name:  # experts.local_experts.3.linear_fc1.weight -> experts.linear_fc1.weight3
                 head, tail = name.split(".local_experts.")
                 expert, layer, kind = tail.split(".")
                 names[local] = f"{head}.{layer}.{kind}{int(expert) + first}"

@@ -3,8 +3,8 @@
     micro-batches -> feed (pad, cut over CP) -> megatron's schedule -> model -> log-probs -> loss sum -> gradient sums
     gradient sums -> optim (reduce, divide once, check, clip, step) -> weights -> export / checkpoint
 
-A loss is always a *sum* over tokens. Gradients stay sums until `optim_step` divides them, so a result does not depend on
-how samples were cut into micro-batches, calls, data-parallel or context-parallel ranks.
+A loss is always a *sum* over tokens. Gradients stay sums until `optim_step` divides them, so a result does not depend
+on how samples were cut into micro-batches, calls, data-parallel or context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -38,17 +38,24 @@ from mindspeed_asyncflow.records import MicroBatch, OptimReport
 LossFn = Callable[[torch.Tensor, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 COPIED_FILES = (  # what a Hugging Face folder has beside weights
-    "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json vocab.json "
-    "merges.txt added_tokens.json chat_template.jinja"
-).split()
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 
 
 class MegatronTrainEngine:
     """See `TrainEngine`. All ranks construct it together; every method is collective.
 
-    `loss_fn(logprobs, entropy, batch)` gets float32 [T] log-probabilities of `batch.targets` (with gradient) and entropies
-    (without), both 0 where `batch.loss_mask` is 0, and returns the *sum* of the token losses and metrics whose names end
-    in `_sum`, `_count`, `_max` or `_min`. `held_port` (rank 0) is the port given to all ranks, still held.
+    `loss_fn(logprobs, entropy, batch)` gets float32 [T] log-probabilities of `batch.targets` (with gradient) and
+    entropies (without), both 0 where `batch.loss_mask` is 0, and returns the *sum* of the token losses and metrics whose
+    names end in `_sum`, `_count`, `_max` or `_min`. `held_port` (rank 0) is the port given to all ranks, still held.
     """
 
     def __init__(
@@ -96,6 +103,7 @@ class MegatronTrainEngine:
         self.plan = plan_export(self.bridge, self.chunks)
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
+        self.inv_freq = self.chunks[0].rotary_pos_emb.inv_freq.to(self.device)
         self._cp_group = parallel_state.get_context_parallel_group()
         self.step.clear()
 
@@ -138,7 +146,7 @@ class MegatronTrainEngine:
             same_length=trainer.pipeline_parallel > 1,
             cp_rank=self._cp_group.rank(),
             cp_size=self._cp_group.size(),
-            device=self.device,
+            inv_freq=self.inv_freq,
         )
         several = len(self.models) > 1
         outputs = get_forward_backward_func()(
@@ -155,9 +163,6 @@ class MegatronTrainEngine:
 
     def _forward_step(self, loss: Callable[..., Any], batches: Iterator[RankBatch], model: Any) -> tuple[Any, Any]:
         batch = next(batches)
-        inner = model.module
-        inner = getattr(inner, "module", inner)
-        inner.rotary_pos_emb.set_positions(batch.positions)
         output = model(
             input_ids=batch.input_ids,
             position_ids=None,
@@ -180,12 +185,12 @@ class MegatronTrainEngine:
 
     def _spread(self, batch: RankBatch, scored: torch.Tensor) -> torch.Tensor:
         """[2, N] at this rank's trained positions -> [2, T] over all positions of the micro-batch, 0 elsewhere."""
-        cp = self._cp_group.size()
-        full = scored.new_zeros(2, batch.tokens // cp).index_copy(1, batch.selection.index, scored)
-        if cp > 1:
-            full = _GatherSlices.apply(full, self._cp_group)
         assert batch.source is not None
-        return full[:, : len(batch.source.input_ids)]
+        if self._cp_group.size() > 1:
+            share = batch.tokens // self._cp_group.size()
+            mine = scored.new_zeros(2, share).index_copy(1, batch.selection.index, scored)
+            scored = _GatherSlices.apply(mine, self._cp_group).index_select(1, batch.trained)
+        return scored.new_zeros(2, len(batch.source.input_ids)).index_copy(1, batch.origin, scored)
 
     def _from_last_stage(self, metrics: dict[str, float]) -> dict[str, float]:
         if self.trainer.pipeline_parallel == 1:
@@ -222,8 +227,8 @@ class MegatronTrainEngine:
 
 
 class _GatherSlices(torch.autograd.Function):
-    """[..., T/cp] of each rank -> [..., T] on all ranks. Every rank computes the same loss from the result, and only its
-    own slice depends on its weights, so the gradient is that slice; data-parallel reduction adds up the ranks."""
+    """[..., T/cp] of each rank -> [..., T] on all ranks. Every rank computes the same loss from the result, and only
+    its own slice depends on its weights: the gradient is that slice, and data-parallel reduction adds up the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:

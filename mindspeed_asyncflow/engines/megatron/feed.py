@@ -1,4 +1,4 @@
-"""Micro-batches as one rank's model reads them: padded, cut over context-parallel ranks, on the device."""
+"""Micro-batches as one rank's model reads them: trimmed, padded, cut over context-parallel ranks, on the device."""
 
 from __future__ import annotations
 
@@ -17,52 +17,82 @@ PAD_SAMPLE_TOKENS = 64  # padding is cut into samples of this length, so that it
 
 
 @dataclass(frozen=True, slots=True)
+class Trimmed:
+    """The K <= T tokens of a micro-batch that a trained position depends on.
+
+    Tokens behind the last trained position of their sample influence nothing under causal attention: the last token
+    of an answer, and every token of a sample that is masked out altogether, are never computed.
+    """
+
+    input_ids: np.ndarray  # int64 [K]
+    positions: np.ndarray  # int64 [K]
+    targets: np.ndarray  # int64 [K]
+    trained: np.ndarray  # bool [K]
+    ends: np.ndarray  # int64 [S'], end of each sample that is left
+    origin: np.ndarray  # int64 [K], index in the micro-batch
+
+
+def trim(batch: MicroBatch | None) -> Trimmed:
+    """`batch` without the tokens that nothing depends on; None gives an empty one."""
+    if batch is None:
+        none = np.zeros(0, np.int64)
+        return Trimmed(none, none, none, none.astype(bool), none, none)
+    mask = batch.loss_mask != 0
+    ends = batch.cu_seqlens[1:].astype(np.int64)
+    starts = batch.cu_seqlens[:-1].astype(np.int64)
+    trained_before = np.concatenate([[0], np.cumsum(mask)])  # [T+1]
+    left = np.repeat(trained_before[ends], ends - starts) - trained_before[:-1]  # trained positions from t on
+    keep = left > 0
+    kept_before = np.concatenate([[0], np.cumsum(keep)])
+    return Trimmed(
+        input_ids=batch.input_ids[keep],
+        positions=batch.positions[keep],
+        targets=batch.targets[keep],
+        trained=mask[keep],
+        ends=np.unique(kept_before[ends][kept_before[ends] > kept_before[starts]]),
+        origin=np.flatnonzero(keep),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class RankBatch:
-    """T tokens after padding, of which this rank holds T/cp."""
+    """P tokens after trimming and padding, of which this rank holds P/cp."""
 
     source: MicroBatch | None  # None: made by the engine to fill a schedule; no loss
-    tokens: int  # T
-    input_ids: torch.Tensor  # int64 [1, T/cp]
-    positions: torch.Tensor  # int64 [T/cp]
+    tokens: int  # P
+    input_ids: torch.Tensor  # int64 [1, P/cp]
     selection: Selection  # the N trained positions of this rank
     packed: PackedBatch
-
-
-def padded_tokens(tokens: int, multiple: int) -> int:
-    """Smallest multiple of `multiple` that holds `tokens` tokens."""
-    return -(-tokens // multiple) * multiple
+    origin: torch.Tensor  # int64 [M], place in the source of each trained position of all ranks
+    trained: torch.Tensor  # int64 [M], the same positions among the P
 
 
 def make_rank_batch(
-    batch: MicroBatch | None, tokens: int, cp_rank: int, cp_size: int, device: torch.device
+    batch: MicroBatch | None, part: Trimmed, tokens: int, cp_rank: int, cp_size: int, inv_freq: torch.Tensor
 ) -> RankBatch:
-    """Pad `batch` to `tokens` with samples of weight zero and keep the slice of this context-parallel rank."""
-    real = 0 if batch is None else len(batch.input_ids)
-    pad = tokens - real
-    ids, positions, targets, mask = (np.zeros(tokens, np.int64) for _ in range(4))
-    cu = np.zeros(1, np.int64)
-    if batch is not None:
-        ids[:real], positions[:real], targets[:real] = batch.input_ids, batch.positions, batch.targets
-        mask[:real] = batch.loss_mask != 0
-        cu = batch.cu_seqlens.astype(np.int64)
-    if pad:
-        positions[real:] = np.arange(pad) % PAD_SAMPLE_TOKENS
-        ends = np.minimum(np.arange(PAD_SAMPLE_TOKENS, pad + PAD_SAMPLE_TOKENS, PAD_SAMPLE_TOKENS), pad)
-        cu = np.concatenate([cu, real + ends])
+    """Pad `part` to `tokens` with samples of weight zero and keep the slice of this context-parallel rank."""
+    pad = tokens - len(part.input_ids)
+    fill = np.zeros(pad, np.int64)
+    ids = np.concatenate([part.input_ids, fill])
+    positions = np.concatenate([part.positions, np.arange(pad) % PAD_SAMPLE_TOKENS])
+    pad_ends = np.minimum(np.arange(PAD_SAMPLE_TOKENS, pad + PAD_SAMPLE_TOKENS, PAD_SAMPLE_TOKENS), pad)
+    cu = np.concatenate([[0], part.ends, len(part.input_ids) + pad_ends]) if pad else np.concatenate([[0], part.ends])
+    trained = np.flatnonzero(part.trained)
     share = tokens // cp_size
-    mine = slice(cp_rank * share, (cp_rank + 1) * share)
-    index = np.flatnonzero(mask[mine])
+    first = cp_rank * share
+    index = trained[(trained >= first) & (trained < first + share)]
 
     def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
+        return torch.from_numpy(array).to(inv_freq.device)
 
     return RankBatch(
         source=batch,
         tokens=tokens,
-        input_ids=put(ids[mine])[None],
-        positions=put(positions[mine]),
-        selection=Selection(put(index), put(targets[mine][index])),
-        packed=PackedBatch(layout=pack_layout(cu, device)),
+        input_ids=put(ids[first : first + share])[None],
+        selection=Selection(put(index - first), put(part.targets[index])),
+        packed=PackedBatch.make(pack_layout(cu, inv_freq.device), put(positions[first : first + share]), inv_freq),
+        origin=put(part.origin[trained]),
+        trained=put(trained),
     )
 
 
@@ -74,12 +104,18 @@ def make_rank_batches(
     same_length: bool,
     cp_rank: int,
     cp_size: int,
-    device: torch.device,
+    inv_freq: torch.Tensor,
 ) -> list[RankBatch]:
-    """`count` batches (missing ones are filler), each a multiple of `multiple` tokens; one length if `same_length`."""
-    sizes = [padded_tokens(len(b.input_ids), multiple) for b in batches]
-    sizes += [multiple] * (count - len(batches))
+    """`count` batches (missing ones are filler), each a multiple of `multiple` tokens; one length if `same_length`.
+
+    inv_freq: float32 [D/2], the model's rotary frequencies, on the device where the batches shall be.
+    """
+    sources: list[MicroBatch | None] = [*batches, *[None] * (count - len(batches))]
+    parts = [trim(source) for source in sources]
+    sizes = [-(-max(1, len(part.input_ids)) // multiple) * multiple for part in parts]
     if same_length:
         sizes = [max(sizes)] * len(sizes)
-    sources: list[MicroBatch | None] = [*batches, *[None] * (count - len(batches))]
-    return [make_rank_batch(b, size, cp_rank, cp_size, device) for b, size in zip(sources, sizes)]
+    return [
+        make_rank_batch(source, part, size, cp_rank, cp_size, inv_freq)
+        for source, part, size in zip(sources, parts, sizes)
+    ]

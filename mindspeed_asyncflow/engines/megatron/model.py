@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch.utils.checkpoint import checkpoint
 
 from mindspeed_asyncflow.engines.megatron.logprobs import token_logprobs
-from mindspeed_asyncflow.platforms.modules import PackedRotary
+from mindspeed_asyncflow.platforms.modules import NoRotary
 
 LOGITS_PER_CHUNK = 1 << 25  # rows x vocabulary held at once (fp32: 128 MiB); more rows are computed in turn
 
@@ -25,13 +25,13 @@ class Selection:
 
 
 class PolicyModel(GPTModel):
-    """GPTModel over packed samples. With `labels=Selection` the last stage returns float32 [2, N]: log-probabilities and
-    entropies; without labels it returns the logits of all positions, [T/cp, 1, V/tp]."""
+    """GPTModel over packed samples. With `labels=Selection` the last stage returns float32 [2, N]: log-probabilities
+    and entropies; without labels it returns the logits of all positions, [T/cp, 1, V/tp]."""
 
     def __init__(self, *args: Any, temperature: float, true_vocab: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.temperature, self.true_vocab = temperature, true_vocab
-        self.rotary_pos_emb = PackedRotary(self.rotary_pos_emb.inv_freq)
+        self.rotary_pos_emb = NoRotary(self.rotary_pos_emb.inv_freq)
         if self.post_process and self.config.sequence_parallel:
             # positions are picked from the gathered sequence, so the gather, and the reduction of its gradient, happen
             # before the output layer instead of inside it

@@ -93,7 +93,7 @@ class GradientStep:
     def _bad_tensor(self, bridge: Any, plan: Sequence[ExportEntry]) -> str:
         """Hugging Face name of the first tensor, in layer order, with a non-finite gradient on any rank; "" if none."""
         mpu, device = bridge.mpu, self.buffers()[0].device
-        finite = all(bool(torch.isfinite(buffer).all()) for buffer in self.buffers())
+        finite = all(_is_finite(buffer) for buffer in self.buffers())
         if dist.get_world_size() == 1 and finite:
             return ""
         if extreme(int(finite), dist.ReduceOp.MIN, device):
@@ -116,3 +116,8 @@ class GradientStep:
     def _param(params: dict[str, Any], name: str) -> Any:
         # the bf16 wrapper puts its own level above the model
         return params[name] if name in params else params[f"module.{name}"]
+
+
+def _is_finite(buffer: torch.Tensor) -> bool:
+    # one pass: nan and inf survive a sum. A sum of finite numbers may overflow, so a bad sum is looked at again
+    return bool(torch.isfinite(buffer.sum())) or bool(torch.isfinite(buffer).all())
