@@ -23,7 +23,7 @@ class Hostile:
         if text == "regex":
             re.match(r"(a+)+$", "a" * 60 + "b")  # exponential, inside C, holds the interpreter lock
         if text == "slow":
-            time.sleep(0.3)
+            time.sleep(0.25)
         if text == "raise":
             raise ZeroDivisionError("one third of nothing")
         if text == "exit":

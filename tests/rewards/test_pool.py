@@ -77,8 +77,8 @@ def test_an_endless_answer_is_ended_named_and_holds_up_nobody(pool, hang):
 
 def test_a_slow_answer_does_not_hold_up_those_behind_it(pool):
     began = time.perf_counter()
-    scores = score(pool, *["slow"] * 4, *["fine"] * 12)  # the four are one message to one process: 1.2 s alone
-    assert time.perf_counter() - began < 1.0
+    scores = score(pool, *["slow"] * 4, *["fine"] * 12)  # the four are one message to one process: 1.0 s alone
+    assert time.perf_counter() - began < 0.9
     assert [s.value for s in scores] == [1.0] * 16
 
 
@@ -149,7 +149,7 @@ def test_a_task_that_cannot_start_is_an_error_at_once(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     with pytest.raises(RewardError, match="exit code 3"):
         make_pool(data=DataConfig(task="python:tests.rewards.hostile_tasks:Unstartable"))
-    with pytest.raises(RewardError, match="cannot start: .*unknown"):
+    with pytest.raises(RewardError, match=r"cannot start: .*unknown"):
         make_pool(data=DataConfig(task="sort5"))
 
 

@@ -1,0 +1,57 @@
+import itertools
+
+import pytest
+import torch
+from cases import tensor
+
+from mindspeed_asyncflow.algorithms.kl import k1, k2, k3, kl_loss
+from mindspeed_asyncflow.errors import ConfigError
+
+
+def test_golden_values_of_the_estimators():
+    """F14"""
+    d = tensor([0.5, -0.5, 1.0])
+    zero = torch.zeros_like(d)
+    torch.testing.assert_close(k2(d, zero), tensor([0.125, 0.125, 0.5]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(k3(d, zero), tensor([0.106531, 0.148721, 0.367879]), atol=1e-6, rtol=0)
+
+
+def test_k1_is_refused_as_a_loss_because_its_gradient_ignores_the_reference():
+    """B12"""
+    gradients = []
+    for reference in (-1.0, -5.0):
+        logprobs = tensor([-2.0]).requires_grad_()
+        k1(logprobs, tensor([reference])).backward()
+        gradients.append(logprobs.grad.item())
+    assert gradients[0] == gradients[1]
+    with pytest.raises(ConfigError, match="k1 cannot be a loss"):
+        kl_loss("k1")
+
+
+def test_k3_is_finite_and_pulls_the_right_way_everywhere():
+    """B13: float32; x = ref - logp."""
+    x = torch.tensor([-2, -0.5, 0, 0.5, 3, 30, 90])
+    logprobs = (-x).requires_grad_()
+    value = k3(logprobs, torch.zeros(7))
+    value.sum().backward()
+    torch.testing.assert_close(value[:5], torch.tensor([1.13534, 0.10653, 0, 0.14872, 16.0855]), atol=1e-4, rtol=0)
+    assert torch.isfinite(value).all() and torch.isfinite(logprobs.grad).all()
+    assert logprobs.grad[3].item() == pytest.approx(-0.64872, abs=1e-4)
+    assert (logprobs.grad[3:] < 0).all() and (logprobs.grad[:2] > 0).all()
+
+
+@pytest.mark.parametrize("name", ["k2", "k3"])
+def test_minimising_the_term_moves_the_policy_onto_the_reference(name):
+    """B11: 200 SGD steps on a 3-way softmax; the true KL falls all the way."""
+    reference = torch.log_softmax(tensor([2.0, 0.0, -1.0]), 0)
+    logits = tensor([-1.0, 1.0, 0.5]).requires_grad_()
+    estimate, history = kl_loss(name), []
+    for _ in range(200):
+        logprobs = torch.log_softmax(logits, 0)
+        history.append((logprobs.exp() * (logprobs - reference)).sum().item())
+        loss = (logprobs.exp().detach() * estimate(logprobs, reference)).sum()  # expectation over the policy's samples
+        (gradient,) = torch.autograd.grad(loss, logits)
+        with torch.no_grad():
+            logits -= 0.2 * gradient
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(history))
+    assert history[-1] < 1e-3
