@@ -27,6 +27,9 @@ class Host:
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.worker, method)(*args)
 
+    def get(self, attribute: str) -> Any:
+        return getattr(self.worker, attribute)
+
 
 class Remote:
     """A worker elsewhere, whose methods can be awaited: `await remote.generate(...)`.
@@ -42,6 +45,9 @@ class Remote:
         self.pid = await self._await(self._handle.build.remote(recipe, *args))
         return self
 
+    async def get(self, attribute: str) -> Any:
+        return await self._await(self._handle.get.remote(attribute))
+
     def __getattr__(self, method: str) -> Callable[..., Any]:
         async def call(*args: Any) -> Any:
             return await self._await(self._handle.call.remote(method, *args))
@@ -52,10 +58,8 @@ class Remote:
         try:
             return await reference
         except RayTaskError as error:
-            get_logger("service").debug("%s raised\n%s", self._name, error.traceback_str)
-            if isinstance(error.cause, Exception):
-                raise error.cause from None
-            raise
+            get_logger("service").debug("%s raised\n%s", self._name, error)
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except RayActorError as error:
             raise WorkerLost(f"{self._name} (process {self.pid or '?'}) died: {_short(error)}") from None
 

@@ -39,15 +39,21 @@ class Interrupted(AsyncFlowError):
     """A signal asked the run to stop."""
 
 
-def train(config: Config, base: Path | None = None) -> int:
-    """Run `config` to the end in a new folder under `base` (default: run.folder); returns the exit code.
+def train(config: Config, run_folder: Path | None = None) -> int:
+    """Run `config` to the end with its results in `run_folder` (default: a dated one in run.folder).
+
+    Returns the exit code.
 
     0: all steps done; 1: failed, the root error is printed and in the summary; 130: stopped by SIGINT or SIGTERM. On
     every way out all processes of the run are ended, within 15 s, and its shared memory is removed.
     """
     began = time.perf_counter()
     signal.signal(signal.SIGTERM, _stop)
-    folder = RunFolder.create(base or Path(config.run.folder), config.run.name, dump_resolved(config))
+    resolved = dump_resolved(config)
+    if run_folder is not None:
+        folder = RunFolder.create_at(run_folder, resolved)
+    else:
+        folder = RunFolder.create(config.run.folder, config.run.name, resolved)
     progress = Progress(config.trainer.steps, sys.stdout)
     setup_logging("driver", folder.log, write=progress.note)
     progress.note(f"run folder: {folder.path}")

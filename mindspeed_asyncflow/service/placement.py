@@ -76,6 +76,8 @@ class Cluster:
         check_feasible(self.wanted, ray.cluster_resources())
 
     def _start_private(self) -> None:
+        for noisy in ("ray._private.accelerators.npu", "ray._private.authentication.authentication_token_setup"):
+            logging.getLogger(noisy).setLevel(logging.CRITICAL)  # the first looks for a library of NPU machines
         self.folder = Path(tempfile.mkdtemp(prefix="asyncflow-ray-"))  # short: Ray puts sockets in it
         declared = None
         if self.platform_name == "cpu":

@@ -17,7 +17,6 @@ from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.observe.run_folder import RunFolder
-from mindspeed_asyncflow.platforms.ports import hold_port
 from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.actors import Remote, spawn
 from mindspeed_asyncflow.service.cleanup import shm_path
@@ -56,7 +55,7 @@ class Session:
         say("starting dock")
         node = self._spawn("dock")
         await self._in_time({"dock": node.build(wiring.build_dock, config, secret, shm_path("arena"))})
-        address = await node.address()
+        address = await node.get("address")
         self.dock = DockClient(address, secret, config.dock.wait_s)
         spec = wiring.WorkerSpec(
             config, self.model_folder, self.stop_ids, address, secret, str(self.folder.trace), str(self.folder.log)
@@ -72,8 +71,8 @@ class Session:
         ]
         self.references = [self._spawn("reference0")] if config.algorithm.kl_coef > 0 else []
         self.scorer = self._spawn("scorer", concurrency=2)
-        with hold_port() as held:
-            port = held.port
+        await self.trainers[0].build(wiring.hold_rendezvous_port)
+        port = await self.trainers[0].get("port")
         starting = {f"rollout{i}": w.build(wiring.build_rollout, spec, i) for i, w in enumerate(self.rollouts)}
         starting |= {
             f"trainer{r}": w.build(wiring.build_trainer, spec, r, port, shm_path("relay"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,12 @@ import numpy as np
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.data.tokenizers import decode_answers, load_tokenizer
 from mindspeed_asyncflow.dock.client import DockClient
+from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, grpo_tasks
+from mindspeed_asyncflow.dock.server import DockServer
 from mindspeed_asyncflow.engines.base import RolloutEngine
 from mindspeed_asyncflow.observe.log import setup_logging
 from mindspeed_asyncflow.observe.trace import Tracer, configure
+from mindspeed_asyncflow.platforms.ports import HeldPort, hold_port
 from mindspeed_asyncflow.records import SamplingSpec
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
 from mindspeed_asyncflow.workflow.workers import ReferenceWorker, RolloutWorker, ScoreWorker
@@ -119,15 +121,26 @@ def leaders(config: Config) -> list[int]:
     return [replica * t.tensor_parallel * t.context_parallel for replica in range(t.data_parallel)]
 
 
+_held: HeldPort | None = None  # in the process of trainer rank 0: the port of its rendezvous, from choosing to use
+
+
+def hold_rendezvous_port() -> HeldPort:
+    """Choose and keep the port at which the trainer ranks meet; `build_trainer` in the same process takes it over."""
+    global _held
+    _held = hold_port()
+    return _held
+
+
 def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay_path: str) -> TrainWorker:
     from mindspeed_asyncflow.algorithms.policy_loss import make_policy_loss
-    from mindspeed_asyncflow.engines.megatron.engine import MegatronTrainEngine
-    from mindspeed_asyncflow.platforms.base import current
+    from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
     from mindspeed_asyncflow.reshard.relay import RelayWriter
 
     name, config = f"trainer{rank}", spec.config
     tracer = _enter(spec, name)
-    current(config.run.platform).prepare_trainer(config.trainer.threads)
+    bootstrap(config.run.platform, config.trainer.threads)  # changes torch, so it comes before megatron is imported
+    from mindspeed_asyncflow.engines.megatron.engine import MegatronTrainEngine
+
     engine = MegatronTrainEngine(
         spec.model_folder,
         config.trainer,
@@ -140,6 +153,8 @@ def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay_path: str
         master_port=master_port,
         seed=config.run.seed,
         timeout_s=config.workflow.start_timeout_s,
+        platform=config.run.platform,
+        held_port=_held if rank == 0 else None,
     )
     return TrainWorker(
         engine,
@@ -152,32 +167,15 @@ def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay_path: str
     )
 
 
-class DockNode:
+def build_dock(config: Config, secret: bytes, arena_path: str) -> DockServer:
     """The controller/warehouse pair of one node."""
-
-    def __init__(self, config: Config, secret: bytes, arena_path: str) -> None:
-        from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, grpo_tasks
-        from mindspeed_asyncflow.dock.server import DockServer
-
-        self._server = DockServer(
-            GRPO_COLUMNS,
-            grpo_tasks(with_reference=config.algorithm.kl_coef > 0),
-            arena_mb=config.dock.arena_mb,
-            lease_s=config.dock.lease_s,
-            host="127.0.0.1",
-            port=config.dock.port,
-            secret=secret,
-            arena_path=arena_path,
-        )
-        self._server.start()
-
-    def address(self) -> str:
-        return self._server.address
-
-    def close(self) -> None:
-        self._server.close()
-
-
-def build_dock(config: Config, secret: bytes, arena_path: str) -> DockNode:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    return DockNode(config, secret, arena_path)
+    return DockServer(
+        GRPO_COLUMNS,
+        grpo_tasks(with_reference=config.algorithm.kl_coef > 0),
+        arena_mb=config.dock.arena_mb,
+        lease_s=config.dock.lease_s,
+        host="127.0.0.1",
+        port=config.dock.port,
+        secret=secret,
+        arena_path=arena_path,
+    ).start()

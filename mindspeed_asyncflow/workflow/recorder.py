@@ -249,4 +249,5 @@ class StepRecorder:
 
 def waiting_rows(stats: Mapping[str, Any]) -> dict[str, int]:
     """Rows that are ready for a task and held by nobody."""
-    return {task: int(of["ready"]) for task, of in stats["tasks"].items() if task in ("rollout", "reward", "train")}
+    tasks = stats["partitions"].get("train", {"tasks": {}})["tasks"]
+    return {task: int(states["ready"]) for task, states in tasks.items() if task in ("rollout", "reward", "train")}

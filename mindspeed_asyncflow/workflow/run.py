@@ -197,8 +197,8 @@ class Run:
         )
         if claim is None:
             return None
-        for group, count, reason in claim.dropped:
-            self.window.dropped[reason] += count
+        for group, rows, reason in claim.dropped:
+            self.window.dropped[reason] += len(rows)
             batch, issue = self.book.close_group(int(group))
             await self.put(batch, [issue])
         return claim if len(claim.rows) else None
@@ -218,13 +218,18 @@ class Run:
         wanted = self.config.observe.samples_per_step if claim.group_ids.min() == self.book.pending(step)[0] else 0
         with self.recorder.busy("trainer"):
             reports = await self.all_ranks("train", plan, versions, groups, wanted)
-        await asyncio.to_thread(self.dock.free, claim.rows)
+        await asyncio.to_thread(self.served, claim)
         for group in np.unique(claim.group_ids):
             self.book.close_group(int(group))
         one_per_replica = [reports[i] for i in self.leaders]
         self.recorder.trained(step, claim, one_per_replica)
         self.progressed()
         return len(claim.rows), int(sum(r.sums["actor/tokens_count"] for r in one_per_replica))
+
+    def served(self, claim: Claim) -> None:
+        """Trained rows leave the dock."""
+        self.dock.done(claim.claim_id)
+        self.dock.free(claim.rows)
 
     async def published(self, step: int, finish: Sequence[FinishReport]) -> None:
         """Version step+1 exists: replicas may load it and the next batch may be issued."""

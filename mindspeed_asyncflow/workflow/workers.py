@@ -77,13 +77,12 @@ class RolloutWorker:
         *,
         name: str,
         seed: int,
-        group_size: int,
         commit_groups: int,
         timeout_s: float,
         tracer: Tracer,
     ) -> None:
         self.engine, self.dock, self.sampling, self.name = engine, dock, sampling, name
-        self.seed, self.group_size, self.commit_groups, self.timeout_s = seed, group_size, commit_groups, timeout_s
+        self.seed, self.commit_groups, self.timeout_s = seed, commit_groups, timeout_s
         self.tracer = tracer
 
     def generate(self, claim_id: int, batch: RowBatch) -> RolloutReport:
@@ -189,23 +188,27 @@ class ScoreWorker:
             texts = self.decode(columns["response_ids"])
             truths = [bytes(t).decode("utf-8") for t in columns["truth"]]
             scores = self.pool.score(texts, truths, [code == 0 for code in columns["finish"]])
-            rewards = [s.value for s in scores]
+            rewards = np.array([np.nan if s.value is None else s.value for s in scores])
             advantages = group_advantages(rewards, batch.group_ids, self.algorithm)
-            good = np.array([r is not None for r in rewards])
-            if good.any():
+            kept = advantages.kept
+            if kept.any():
                 self.dock.write(
-                    batch.rows[good],
+                    batch.rows[kept],
                     {
-                        "reward": np.array([r for r in rewards if r is not None], dtype=np.float32),
-                        "advantage": np.asarray(advantages, dtype=np.float32)[good],
+                        "reward": rewards[kept].astype(np.float32),
+                        "advantage": advantages.values[kept].astype(np.float32),
                     },
                     claim_id=claim_id,
                 )
-            if not good.all():
-                self.dock.drop(batch.rows[~good], reason="unscored")
+            if not kept.all():
+                self.dock.drop(batch.rows[~kept], reason="unscored")
             self.dock.done(claim_id)
-        unscored = {int(r): s.error for r, s in zip(batch.rows, scores) if s.value is None}
-        scored = {int(r): float(s.value) for r, s in zip(batch.rows, scores) if s.value is not None}
+        scored = {int(r): float(v) for r, v, k in zip(batch.rows, rewards, kept) if k}
+        unscored = {
+            int(r): s.error or "too few scored answers in its group"
+            for r, s, k in zip(batch.rows, scores, kept)
+            if not k
+        }
         return ScoreReport(scored, unscored, time.perf_counter() - began)
 
     def score_texts(self, answers: Sequence[np.ndarray], truths: Sequence[str], finished: Sequence[bool]) -> list:
