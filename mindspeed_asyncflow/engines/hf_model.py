@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -27,6 +28,8 @@ class HostModel:
         except (OSError, ValueError) as error:
             raise DataError(f"{folder} cannot be loaded as a causal language model: {error}") from error
         self._model = model.eval().requires_grad_(False)
+        # transformers 5.2x renamed the argument and warns at every call with the old name.
+        self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._parameters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
 
     def new_cache(self) -> Any:
@@ -45,9 +48,9 @@ class HostModel:
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=cache is not None,
             logits_to_keep=keep,
+            **{self._cache_name: cache},
         )
         return output.logits
 

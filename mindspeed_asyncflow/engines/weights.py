@@ -23,6 +23,10 @@ class FolderWeights:
     tied: bool
     vocab_size: int
 
+    @property
+    def has_experts(self) -> bool:
+        return any(".experts." in name for name in self.shapes)
+
     def check(self, manifest: WeightManifest) -> None:
         """Raise `WeightSyncError` that names the first tensors that are missing, unknown or of another shape.
 

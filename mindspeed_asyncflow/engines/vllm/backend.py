@@ -58,16 +58,24 @@ class VLLMBackend:
 
         torch.set_num_threads(rollout.threads)
         torch._dynamo.config.disable = True  # here too: torch may have read the environment before we wrote it
-        self._shape = versions.shape_for(vllm.__version__)
+        self._shape = versions.shape_for(vllm.__version__, cpu=cpu, experts=weights.has_experts)
         self._weights = weights
         self._max_model_len = max_model_len
         self._stop_token_ids = stop_token_ids
         args = _engine_args(
-            model_folder, rollout, dtype=dtype, max_model_len=max_model_len, seed=seed, cpu=cpu, sleep=sleep_enabled
+            model_folder,
+            rollout,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            seed=seed,
+            cpu=cpu,
+            sleep=sleep_enabled,
+            transfer_engine=self._shape.transfer_engine,
         )
         config = args.create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
-        self._core.collective_rpc("init_weight_transfer_engine", args=({},))
+        if self._shape.transfer_engine:
+            self._core.collective_rpc("init_weight_transfer_engine", args=({},))
         if cpu:
             self._core.collective_rpc("seed_every_row")
         self._rows: dict[str, _Row] = {}  # engine id -> row; engine ids are never used twice
@@ -164,9 +172,8 @@ class VLLMBackend:
         self._weights.check(manifest)
 
     def load(self, manifest: WeightManifest) -> str:
-        self._core.collective_rpc("relay_drop_session")
-        versions.update_weights(self._core.collective_rpc, self._shape, {"manifest": manifest_to_json(manifest)})
-        fingerprints: set[str] = set(self._core.collective_rpc("relay_fingerprint"))
+        rpc = self._core.collective_rpc
+        fingerprints = set(versions.update_weights(rpc, self._shape, manifest_to_json(manifest)))
         if len(fingerprints) != 1:
             raise WeightSyncError(f"workers of one replica loaded different bytes: {sorted(fingerprints)}")
         return fingerprints.pop()
@@ -236,7 +243,15 @@ def _sampling_params(spec: SamplingSpec, stop_token_ids: tuple[int, ...], prompt
 
 
 def _engine_args(
-    model_folder: str, rollout: RolloutConfig, *, dtype: str, max_model_len: int, seed: int, cpu: bool, sleep: bool
+    model_folder: str,
+    rollout: RolloutConfig,
+    *,
+    dtype: str,
+    max_model_len: int,
+    seed: int,
+    cpu: bool,
+    sleep: bool,
+    transfer_engine: bool,
 ) -> Any:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -267,6 +282,6 @@ def _engine_args(
         max_logprobs=1,
         disable_log_stats=True,
         worker_extension_cls=transfer.EXTENSION,
-        weight_transfer_config=WeightTransferConfig(backend=transfer.BACKEND),
+        weight_transfer_config=WeightTransferConfig(backend=transfer.BACKEND) if transfer_engine else None,
         **extra,
     )

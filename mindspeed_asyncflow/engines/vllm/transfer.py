@@ -10,14 +10,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.reshard.relay import RelayReader, manifest_from_json
 
 BACKEND = "asyncflow_relay"
 EXTENSION = "mindspeed_asyncflow.engines.vllm.transfer.RelayWorker"
+
+
+def read_relay(manifest: str, load_weights: Callable[..., Any]) -> str:
+    """Feed one relay version to `load_weights` and return its fingerprint. Raises `WeightSyncError`."""
+    reader = RelayReader(manifest_from_json(manifest))
+    fingerprint = reader.verify()
+    load_weights(iter(reader))
+    reader.check()  # the writer must not have recycled the slot while we copied
+    return fingerprint
 
 
 @dataclass
@@ -29,7 +40,7 @@ class RelayInit(WeightTransferInitInfo):
 class RelayUpdate(WeightTransferUpdateInfo):
     """One complete weight version; text because nested structures do not cross vLLM's process boundary unchanged."""
 
-    manifest: str
+    manifest: str = ""
 
 
 class RelayTransferEngine(WeightTransferEngine[RelayInit, RelayUpdate]):
@@ -40,30 +51,20 @@ class RelayTransferEngine(WeightTransferEngine[RelayInit, RelayUpdate]):
 
     init_info_cls = RelayInit
     update_info_cls = RelayUpdate
-    loaded_fingerprint = ""
+    loaded = ""  # fingerprint of the last version that was read completely
 
     def init_transfer_engine(self, init_info: RelayInit) -> None:
-        self.loaded_fingerprint = ""
+        """The relay is opened at each update."""
 
     def start_weight_update(self) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        self.loaded_fingerprint = ""
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(
-        self, update_info: RelayUpdate, load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any] | None = None
-    ) -> None:
-        reader = RelayReader(manifest_from_json(update_info.manifest))
-        fingerprint = reader.verify()
+    def receive_weights(self, update_info: RelayUpdate, load_weights: Callable[..., Any] | None = None) -> None:
+        self.loaded = ""
         load: Callable[..., Any] = load_weights or self.model.load_weights  # type: ignore[assignment]
-        load(iter(reader))
-        reader.check()  # the writer must not have recycled the slot while we copied
-        self.loaded_fingerprint = fingerprint
+        self.loaded = read_relay(update_info.manifest, load)
 
     def finish_weight_update(self) -> None:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -77,13 +78,38 @@ class RelayTransferEngine(WeightTransferEngine[RelayInit, RelayUpdate]):
 class RelayWorker:
     """Methods added to vLLM's worker class."""
 
-    def relay_fingerprint(self) -> str:
-        """Fingerprint of the bytes that this worker loaded last; empty if that did not complete."""
-        return self.weight_transfer_engine.loaded_fingerprint  # type: ignore[attr-defined]
+    # Members of vLLM's worker that we use.
+    model_runner: Any
+    model_config: Any
+    vllm_config: Any
+    device: Any
+    weight_transfer_engine: Any
 
-    def relay_drop_session(self) -> None:
-        """Forget an update session that failed between start and finish, so that the next one can start."""
-        self._weight_update_active = False
+    _relay_open = False  # between relay_begin and relay_end
+    _relay_loaded = ""
+
+    def relay_begin(self) -> None:
+        """Open an update. One that broke off leaves half of its layers waiting for more weights: complete those with
+        what they have first, else their old parts would count as new ones. The coming update overwrites them all."""
+        if self._relay_open:
+            with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+                finalize_layerwise_reload(self.model_runner.model, self.model_config)
+            self._weight_update_active = False
+        self._relay_open = True
+        self._relay_loaded = ""
+
+    def relay_load(self, manifest: str) -> None:
+        """The whole update without a transfer engine, for releases that have none."""
+        model = self.model_runner.model
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+            initialize_layerwise_reload(model)
+            self._relay_loaded = read_relay(manifest, model.load_weights)
+            finalize_layerwise_reload(model, self.model_config)
+
+    def relay_end(self) -> str:
+        """Close a complete update; returns the fingerprint of the bytes that this worker loaded."""
+        self._relay_open = False
+        return self._relay_loaded or self.weight_transfer_engine.loaded
 
     def seed_every_row(self) -> None:
         """Make sampling on CPU obey per-request seeds in every batch.
@@ -91,7 +117,7 @@ class RelayWorker:
         vLLM's CPU sampler ignores all seeds of a batch that also holds a request without one (greedy); its native
         sampler, which the accelerators use, does not.
         """
-        sampler = self.model_runner.sampler.topk_topp_sampler  # type: ignore[attr-defined]
+        sampler = self.model_runner.sampler.topk_topp_sampler
         if sampler.forward == getattr(sampler, "forward_cpu", None):
             sampler.forward = sampler.forward_native
 
