@@ -109,7 +109,7 @@ class Controller:
         self._wake(now)
 
     def resolve(self, rows: np.ndarray, repeats: bool = False) -> tuple[Partition, np.ndarray]:
-        """Slots of live rows of one partition. Raises StaleHandle; DockError, unless `repeats`, for a row named twice."""
+        """Slots of rows of one partition. Raises StaleHandle; DockError, unless `repeats`, for a row named twice."""
         numbers, slots, generations = unpack_handles(rows)
         part = self._by_number.get(int(numbers[0])) if len(rows) else None
         if part is None or not bool((numbers == numbers[0]).all()):
@@ -259,7 +259,7 @@ class Controller:
         self._touched.add((part.name, claim.task))
         if doomed.any():
             queue.leave(slots[doomed])
-            self._remove(part, slots[doomed])
+            self._remove(part, slots[doomed & (part.rows.holders[slots] == 0)])
 
     # -- rows go ---------------------------------------------------------------------------------------------------
 
