@@ -136,7 +136,10 @@ class Session:
             self.save,
         )
         self.recorder.begin()
-        await self.run.train()
+        try:
+            await self.run.train()
+        finally:
+            self.recorder.end()
 
     def _next_batch(self) -> list[Issue] | None:
         batch = next(self.stream, None)

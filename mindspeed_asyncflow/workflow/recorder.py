@@ -75,6 +75,7 @@ class StepRecorder:
         self.started = self._mark = time.perf_counter()
         self._busy_mark: dict[str, float] = dict.fromkeys(self.sides, 0.0)
         self.started_busy = dict(self._busy_mark)
+        self.end()
         self._pending_eval: dict[str, float] = {}
         self._recent: deque[str] = deque(maxlen=50)
 
@@ -83,6 +84,11 @@ class StepRecorder:
         self.started = self._mark = time.perf_counter()
         self.started_busy = {s: self.busy.seconds(s) for s in self.sides}
         self._busy_mark = dict(self.started_busy)
+
+    def end(self) -> None:
+        """The loops have ended; evaluation and saving do not count any more."""
+        self.ended = time.perf_counter()
+        self.ended_busy = {s: self.busy.seconds(s) for s in self.sides}
 
     def generated(self, index: int, report: RolloutReport, load_s: float) -> None:
         self._generated_tokens += report.tokens
@@ -215,9 +221,9 @@ class StepRecorder:
 
     def summary(self, window: StalenessWindow, sync: WeightSync, wall_s: float, error: str = "") -> dict[str, Any]:
         """What `summary.json` holds; `reward_last` is the mean of the last ten steps."""
-        loop_s = time.perf_counter() - self.started
+        loop_s = self.ended - self.started
         last = self.rewards[-10:]
-        sides = {s: self.busy.seconds(s) - self.started_busy[s] for s in self.sides}
+        sides = {s: self.ended_busy[s] - self.started_busy[s] for s in self.sides}
         rollout = [v for s, v in sides.items() if s != "trainer"]
         return {
             "task": self.config.data.task,
