@@ -1,0 +1,228 @@
+"""Rules of the weight relay: nothing half-written or wrong is ever read, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed_asyncflow.errors import WeightSyncError
+from mindspeed_asyncflow.reshard.relay import (
+    PAGE_BYTES,
+    RelayReader,
+    RelayWriter,
+    manifest_from_json,
+    manifest_to_json,
+)
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    name = f"/dev/shm/asyncflow-test-{uuid.uuid4().hex}"
+    yield name
+    assert not os.path.exists(name), "the relay file must be gone after close"
+
+
+def weights(seed: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed.weight": (57, 8), "norm.weight": (7,), "bias": (), "head.weight": (3, 5, 2)}
+    return [(name, torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()]
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+def test_readers_see_exactly_the_published_tensors_in_order(path: str, dtype: str | None) -> None:
+    given = weights(1)
+    with RelayWriter(path, dtype=dtype) as writer:
+        reader = RelayReader(writer.publish(5, given))
+        assert reader.verify() == reader.manifest.fingerprint
+        got = list(reader)
+    assert [name for name, _ in got] == [name for name, _ in given]
+    for (_, want), (_, tensor) in zip(given, got, strict=True):
+        assert torch.equal(tensor, want.to(getattr(torch, dtype or "float32")))  # views outlive writer and reader
+
+
+def test_the_last_versions_stay_readable_and_an_evicted_one_names_them(path: str) -> None:
+    with RelayWriter(path, keep=3) as writer:
+        manifests = [writer.publish(version, weights(version)) for version in range(5)]
+        assert writer.versions == (2, 3, 4)
+        for manifest in manifests[2:]:
+            assert torch.equal(
+                dict(RelayReader(manifest))["norm.weight"], dict(weights(manifest.version))["norm.weight"]
+            )
+        with pytest.raises(WeightSyncError, match=r"version 1 is not in the relay any more; it keeps 2, 3, 4"):
+            RelayReader(manifests[1])
+
+
+def test_a_slot_recycled_during_a_read_is_noticed(path: str) -> None:
+    with RelayWriter(path, keep=2) as writer:
+        reader = RelayReader(writer.publish(1, weights(1)))
+        stream = iter(reader)
+        next(stream)
+        writer.publish(2, weights(2))
+        reader.check()  # version 1 is still there
+        writer.publish(3, weights(3))
+        list(stream)
+        with pytest.raises(WeightSyncError, match="keeps 2, 3"):
+            reader.check()
+
+
+def test_a_publish_that_fails_halfway_is_never_readable_and_harms_no_other_version(path: str) -> None:
+    def breaks() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights(3)[:2]
+        raise RuntimeError("trainer died")
+
+    with RelayWriter(path, keep=2) as writer:
+        first, second = (writer.publish(version, weights(version)) for version in (1, 2))
+        with pytest.raises(RuntimeError, match="trainer died"):
+            writer.publish(3, breaks())
+        assert writer.versions == (2,)
+        RelayReader(second).verify()
+        with pytest.raises(WeightSyncError, match="keeps 2"):
+            RelayReader(replace(first, version=3))
+        RelayReader(writer.publish(3, weights(3))).verify()  # the broken slot is taken again
+        RelayReader(second).verify()
+
+
+def test_a_torn_header_or_a_changed_byte_is_refused(path: str) -> None:
+    with RelayWriter(path) as writer:
+        manifest = writer.publish(1, weights(1))
+        with open(path, "r+b") as file:
+            file.seek(manifest.offset + 3)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+        with pytest.raises(WeightSyncError, match=f"published fingerprint {manifest.fingerprint}"):
+            RelayReader(manifest).verify()
+        with open(path, "r+b") as file:
+            file.seek(manifest.offset - PAGE_BYTES + 8)  # version field, checksum not renewed
+            file.write(b"\x02")
+        with pytest.raises(WeightSyncError, match="being rewritten"):
+            RelayReader(manifest)
+
+
+def test_fingerprints_tell_names_bytes_and_places_apart_and_nothing_else(path: str) -> None:
+    base = weights(1)
+    with RelayWriter(path) as writer:
+        first = writer.publish(1, base).fingerprint
+        assert writer.publish(2, [(name, tensor.clone()) for name, tensor in base]).fingerprint == first
+        base[0][1][0, 0], base[0][1][0, 1] = base[0][1][0, 1].clone(), base[0][1][0, 0].clone()
+        assert writer.publish(3, base).fingerprint != first
+
+
+def test_memory_is_taken_once_and_recycled(path: str) -> None:
+    with RelayWriter(path, keep=3) as writer:
+        writer.publish(1, weights(1))
+        before = os.stat(path)
+        assert before.st_blocks * 512 >= before.st_size > 0  # every page is there already
+        for version in range(2, 9):
+            writer.publish(version, weights(version))
+        after = os.stat(path)
+    assert (after.st_size, after.st_blocks) == (before.st_size, before.st_blocks)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w[:-1], r"ends after 3 of 4 tensors; the next one should be 'head.weight'"),
+        (lambda w: [*w, ("extra", torch.zeros(1))], "unexpected tensor 'extra'"),
+        (lambda w: [w[1], w[0], *w[2:]], "tensor number 0 is 'norm.weight', the first version had 'embed.weight'"),
+        (lambda w: [("embed.weight", torch.zeros(58, 8)), *w[1:]], r"has shape \(58, 8\), the first version had"),
+        (lambda w: [("embed.weight", w[0][1].bfloat16()), *w[1:]], "the first version was float32"),
+        (lambda w: [("embed.weight", w[0][1].long()), *w[1:]], "floating-point weights only"),
+    ],
+)
+def test_a_version_unlike_the_first_is_refused_by_name(path: str, change, message: str) -> None:  # type: ignore[no-untyped-def]
+    """Contract test 11: missing, extra, reordered, reshaped or retyped tensors."""
+    with RelayWriter(path) as writer:
+        manifest = writer.publish(1, weights(1))
+        with pytest.raises(WeightSyncError, match=message):
+            writer.publish(2, change(weights(2)))
+        assert writer.versions == (1,)
+        RelayReader(manifest).verify()
+
+
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        ([], "no tensors"),
+        ([("", torch.zeros(1))], "number 0 has no name"),
+        ([("a", torch.zeros(1)), ("a", torch.zeros(1))], "'a' is published twice"),
+        ([("a", torch.zeros(1)), ("b", torch.zeros(1).bfloat16())], "give the relay a dtype"),
+    ],
+)
+def test_a_first_version_that_cannot_work_is_refused(path: str, first: list, message: str) -> None:
+    with RelayWriter(path) as writer, pytest.raises(WeightSyncError, match=message):
+        writer.publish(1, first)
+
+
+def test_ragged_types_are_cast_once_when_a_type_is_given(path: str) -> None:
+    with RelayWriter(path, dtype="bfloat16") as writer:
+        got = dict(RelayReader(writer.publish(1, [("a", torch.tensor([1.5])), ("b", torch.tensor([2.5]).bfloat16())])))
+        assert {tensor.dtype for tensor in got.values()} == {torch.bfloat16}
+
+
+def test_a_tensor_larger_than_all_others_together_passes(path: str) -> None:
+    big = torch.arange(3_000_000, dtype=torch.float32)
+    with RelayWriter(path) as writer:
+        got = dict(RelayReader(writer.publish(1, [("small", torch.ones(2)), ("big", big)])))
+        assert torch.equal(got["big"], big)
+
+
+def test_versions_only_rise_and_a_path_in_use_is_not_taken(path: str) -> None:
+    with RelayWriter(path) as writer:
+        writer.publish(4, weights(1))
+        with pytest.raises(WeightSyncError, match="version 4 is not newer than the published 4"):
+            writer.publish(4, weights(1))
+        with pytest.raises(FileExistsError):
+            RelayWriter(path)
+    with pytest.raises(WeightSyncError, match="closed"):
+        writer.publish(5, weights(1))
+    writer.close()
+
+
+def test_too_little_shared_memory_is_said_before_anything_is_written(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with RelayWriter(path) as writer, pytest.raises(WeightSyncError, match=r"do not fit into .*No space left"):
+        writer.publish(1, weights(1))
+
+
+def test_another_process_reads_the_same_bytes(path: str) -> None:
+    code = (
+        "import sys; from mindspeed_asyncflow.reshard.relay import RelayReader, manifest_from_json\n"
+        "reader = RelayReader(manifest_from_json(sys.stdin.read()))\n"
+        "print(reader.verify(), len(reader.manifest.params))"
+    )
+    with RelayWriter(path) as writer:
+        manifest = writer.publish(1, weights(1))
+        assert manifest_from_json(manifest_to_json(manifest)) == manifest
+        root = Path(__file__).resolve().parents[2]
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            input=manifest_to_json(manifest),
+            capture_output=True,
+            text=True,
+            cwd=root,
+            timeout=60,
+        )
+    assert done.stdout.split() == [manifest.fingerprint, "4"], done.stderr
+
+
+def test_a_missing_file_and_a_short_file_are_named(path: str) -> None:
+    with RelayWriter(path) as writer:
+        manifest = writer.publish(1, weights(1))
+        with pytest.raises(WeightSyncError, match="which has only"):
+            RelayReader(replace(manifest, nbytes=10**9))
+    with pytest.raises(WeightSyncError, match="No such file"):
+        RelayReader(manifest)
