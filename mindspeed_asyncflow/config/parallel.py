@@ -32,7 +32,7 @@ def check_parallel(model: dict[str, Any], trainer: TrainerConfig) -> None:
     )
     heads = model["num_attention_heads"]
     kv_heads = model.get("num_key_value_heads", heads)
-    experts = model.get("num_experts") or 0
+    experts = model.get("num_experts") or model.get("num_local_experts") or 0
     _divides("trainer.tensor_parallel", tp, "attention heads", heads)
     _divides("trainer.tensor_parallel", tp, "key/value heads", kv_heads)
     if experts:

@@ -1,4 +1,4 @@
-"""Changes to upstream symbols, one per file. `apply_megatron` installs those that this process needs.
+"""Changes to upstream symbols, one per file. `apply_trainer` installs those that this process needs.
 
 Each file states its target, the reason, a link and when it can go. A patch checks that its target still looks as
 expected and raises `PlatformError` otherwise; installing it twice changes nothing.
@@ -9,13 +9,13 @@ from __future__ import annotations
 from mindspeed_asyncflow.errors import PlatformError
 
 
-def apply_megatron(platform_name: str) -> list[str]:
-    """Install the patches of megatron-core, after its import. Returns the names of those now in place."""
-    from mindspeed_asyncflow.patches import moe_router_gemm, moe_split_sizes, optimizer_adam
+def apply_trainer(platform_name: str) -> list[str]:
+    """Install the patches of a trainer, after megatron's import. Returns the names of those now in place."""
+    from mindspeed_asyncflow.patches import mbridge_packages, moe_router_gemm, moe_split_sizes, optimizer_adam
 
-    if platform_name != "cpu":  # MindSpeed supplies these names on the NPU
-        return []
-    patches = (moe_router_gemm, moe_split_sizes, optimizer_adam)
+    patches = [mbridge_packages]
+    if platform_name == "cpu":  # MindSpeed supplies these names on the NPU
+        patches += [moe_router_gemm, moe_split_sizes, optimizer_adam]
     for patch in patches:
         patch.install()
     return [patch.__name__.rsplit(".", 1)[-1] for patch in patches]

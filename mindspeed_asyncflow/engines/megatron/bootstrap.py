@@ -17,5 +17,5 @@ def bootstrap(platform_name: str = "auto", threads: int = 1) -> Platform:
         warnings.simplefilter("ignore")
         import megatron.core  # noqa: F401
 
-        patches.apply_megatron(platform.name)
+        patches.apply_trainer(platform.name)
     return platform

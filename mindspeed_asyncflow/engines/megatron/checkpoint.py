@@ -36,7 +36,7 @@ def _sharded_state(chunks: Sequence[Any], step: GradientStep, loading: bool) -> 
 
 
 def save(folder: str, chunks: Sequence[Any], step: GradientStep, extra: dict[str, Any]) -> None:
-    """Write all shards to `folder` (made if missing, must be empty). Collective; returns when all ranks have written."""
+    """Write all shards to `folder` (made if missing). Collective; returns when all ranks have written."""
     if dist.get_rank() == 0:
         os.makedirs(folder, exist_ok=True)
     dist.barrier()

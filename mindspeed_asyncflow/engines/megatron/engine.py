@@ -29,7 +29,7 @@ from mindspeed_asyncflow.config.schema import TrainerConfig
 from mindspeed_asyncflow.engines.megatron import checkpoint, collect, world
 from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
 from mindspeed_asyncflow.engines.megatron.bridges import make_bridge
-from mindspeed_asyncflow.engines.megatron.export import export_weights, plan_export
+from mindspeed_asyncflow.engines.megatron.export import export_tensors, plan_export
 from mindspeed_asyncflow.engines.megatron.feed import RankBatch, make_rank_batches
 from mindspeed_asyncflow.engines.megatron.optim import GradientStep, make_optimizer, wrap_data_parallel
 from mindspeed_asyncflow.platforms.ports import HeldPort
@@ -54,8 +54,8 @@ class MegatronTrainEngine:
     """See `TrainEngine`. All ranks construct it together; every method is collective.
 
     `loss_fn(logprobs, entropy, batch)` gets float32 [T] log-probabilities of `batch.targets` (with gradient) and
-    entropies (without), both 0 where `batch.loss_mask` is 0, and returns the *sum* of the token losses and metrics whose
-    names end in `_sum`, `_count`, `_max` or `_min`. `held_port` (rank 0) is the port given to all ranks, still held.
+    entropies (without), both 0 where `batch.loss_mask` is 0, and returns the *sum* of the token losses and metrics
+    whose names end in `_sum`, `_count`, `_max` or `_min`. `held_port` (rank 0) is the port given to all ranks, held.
     """
 
     def __init__(
@@ -201,7 +201,8 @@ class MegatronTrainEngine:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return export_weights(self.bridge, self.chunks, self.plan)
+        params = [dict(chunk.named_parameters()) for chunk in self.chunks]
+        return export_tensors(self.bridge, params, self.plan)
 
     def save_hf(self, folder: str) -> None:
         tensors = dict(self.export_weights())

@@ -6,7 +6,7 @@ The list of tensors is agreed on once; after that an export is tensor collective
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ class ExportEntry:
     stage: int  # pipeline rank that holds it
     chunk: int  # model chunk there
     shape: tuple[int, ...]  # of one shard
-    dtype: torch.dtype
     split: bool  # over tensor-parallel ranks
     partition_dim: int  # the split dimension; -1: none
     expert: bool
@@ -54,7 +53,6 @@ def plan_export(bridge: Any, chunks: Sequence[torch.nn.Module]) -> list[ExportEn
                     stage=bridge.mpu.pp_rank,
                     chunk=i,
                     shape=tuple(param.shape),
-                    dtype=param.dtype,
                     split=bool(getattr(param, "tensor_model_parallel", False)),
                     partition_dim=int(getattr(param, "partition_dim", -1)),
                     expert=".mlp.experts." in names[local],
@@ -82,19 +80,23 @@ def _gather(tensor: torch.Tensor, group: Any, size: int) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def export_weights(
-    bridge: Any, chunks: Sequence[torch.nn.Module], plan: Sequence[ExportEntry]
+def export_tensors(
+    bridge: Any, shards: Sequence[Mapping[str, torch.Tensor]], plan: Sequence[ExportEntry]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, full tensor on the host, contiguous and owned by the caller). Collective over all ranks."""
+    """(Hugging Face name, full tensor on the host, contiguous and owned by the caller). Collective over all ranks.
+
+    `shards` holds, for each model chunk, a tensor per local parameter name: the parameters, or anything of the same
+    shapes and one data type, such as their gradients.
+    """
     mpu = bridge.mpu
-    params = [dict(chunk.named_parameters()) for chunk in chunks]
+    like = next(iter(shards[0].values()))
     for entry in plan:
         if entry.stage == mpu.pp_rank:
-            shard = params[entry.chunk][entry.local_name].detach()
+            shard = shards[entry.chunk][entry.local_name].detach()
         else:
-            device = next(iter(params[0].values())).device
-            shard = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+            shard = torch.empty(entry.shape, dtype=like.dtype, device=like.device)
         if mpu.pp_size > 1:
+            shard = shard.contiguous()
             dist.broadcast(shard, src=dist.get_global_rank(mpu.pp_group, entry.stage), group=mpu.pp_group)
         if entry.expert:
             for rank, part in enumerate(_gather(shard, mpu.ep_group, mpu.ep_size)):

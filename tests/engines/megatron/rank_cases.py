@@ -1,0 +1,165 @@
+"""Functions that tests run inside trainer ranks (see rank_group.py); results are plain numbers and numpy arrays."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_models import cut, policy_gradient
+
+from mindspeed_asyncflow.config.schema import TrainerConfig
+
+
+@contextlib.contextmanager
+def engine(rank: int, folder: str, sizes: dict, dtype: str = "float32", temperature: float = 0.7) -> Iterator[Any]:
+    from mindspeed_asyncflow.engines.megatron import MegatronTrainEngine
+
+    trainer = TrainerConfig(**{"lr": 1e-2, "lr_warmup_steps": 0, **sizes})
+    made = MegatronTrainEngine(
+        folder,
+        trainer,
+        dtype=dtype,
+        temperature=temperature,
+        loss_fn=policy_gradient,
+        rank=rank,
+        world_size=trainer.world_size,
+        master_port=0,  # the world is there already
+        seed=1,
+        timeout_s=60,
+        platform="cpu",
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def share(samples: list, made: Any, cuts: tuple[int, ...] | None = None) -> list:
+    """The micro-batches of this data-parallel replica: a contiguous part of the samples."""
+    n = len(samples) // made.data_parallel_size
+    mine = samples[made.data_parallel_rank * n : (made.data_parallel_rank + 1) * n]
+    return cut(mine, cuts or (1, 2) + ((len(mine) - 3,) if len(mine) > 3 else (1,) * (len(mine) - 3)))
+
+
+def gradients(made: Any) -> dict[str, np.ndarray]:
+    """All gradients, reduced and under their Hugging Face names."""
+    from megatron.core.distributed import finalize_model_grads
+
+    from mindspeed_asyncflow.engines.megatron.export import export_tensors
+
+    finalize_model_grads(made.models, None)
+    grads = [{n: p.main_grad for n, p in chunk.named_parameters()} for chunk in made.chunks]
+    return {name: t.numpy() for name, t in export_tensors(made.bridge, grads, made.plan)}
+
+
+def agree(rank: int, folder: str, sizes: dict, samples: list, dtype: str = "float32") -> dict[str, Any]:
+    """Log-probs, metrics and gradients of one accumulation, then one optimizer step and the weights after it."""
+    with engine(rank, folder, sizes, dtype) as made:
+        batches = share(samples, made)
+        scored = made.logprobs(batches)
+        metrics = made.forward_backward(batches)
+        result = {
+            "replica": made.data_parallel_rank,
+            "logprobs": np.concatenate(scored),
+            "metrics": metrics,
+            "grads": None if sizes.get("distributed_optimizer") else gradients(made),
+        }
+        made.step.clear()
+        made.forward_backward(batches)
+        report = made.optim_step(10.0)
+        result |= {"norm": report.grad_norm, "applied": report.applied}
+        result["weights"] = {name: t.float().numpy() for name, t in made.export_weights()}
+        return result
+
+
+def cuts(rank: int, folder: str, sizes: dict, samples: list, ways: list) -> list[dict[str, np.ndarray]]:
+    """Gradients for each way to cut the samples: a list of calls, each a tuple of micro-batch sizes."""
+    found = []
+    with engine(rank, folder, sizes) as made:
+        for calls in ways:
+            first = 0
+            for call in calls:
+                made.forward_backward(cut(samples[first : first + sum(call)], call))
+                first += sum(call)
+            found.append(gradients(made))
+            made.step.clear()
+    return found
+
+
+def bad_gradient(rank: int, folder: str, sizes: dict, samples: list, bad_rank: int, value: float) -> dict[str, Any]:
+    with engine(rank, folder, sizes) as made:
+        before = {name: t.numpy() for name, t in made.export_weights()}
+        metrics = made.forward_backward(share(samples, made))
+        if rank == bad_rank:
+            param = dict(made.chunks[0].named_parameters())["decoder.layers.1.self_attention.linear_proj.weight"]
+            param.main_grad.view(-1)[7] = value
+        skipped = made.optim_step(10.0)
+        after = {name: t.numpy() for name, t in made.export_weights()}
+        made.forward_backward(share(samples, made))
+        applied = made.optim_step(10.0)
+        return {
+            "applied": (skipped.applied, applied.applied),
+            "bad": skipped.bad_tensor,
+            "norm_is_nan": math.isnan(skipped.grad_norm),
+            "lr": (skipped.lr, applied.lr),
+            "unchanged": all(np.array_equal(before[n], after[n]) for n in before),
+            "finite_after": all(np.isfinite(t.numpy()).all() for _, t in made.export_weights()),
+            "metrics": metrics,
+        }
+
+
+def round_trip(rank: int, folder: str, sizes: dict, out: str) -> None:
+    with engine(rank, folder, sizes) as made:
+        made.save_hf(out)
+
+
+def resume(rank: int, folder: str, sizes: dict, samples: list, out: str) -> dict[str, Any]:
+    """Two steps, a checkpoint, two more; and the last two again in a new engine that loads the checkpoint."""
+    sizes = {**sizes, "lr_warmup_steps": 3, "lr_decay": "cosine", "steps": 10}
+
+    def steps(made: Any, count: int) -> list[tuple[float, float]]:
+        reports = []
+        for _ in range(count):
+            made.forward_backward(share(samples, made))
+            report = made.optim_step(10.0)
+            reports.append((report.lr, report.grad_norm))
+        return reports
+
+    with engine(rank, folder, sizes) as made:
+        steps(made, 2)
+        made.save_checkpoint(os.path.join(out, "step2"), {"version": 2})
+        straight = steps(made, 2)
+        weights = {name: t.numpy() for name, t in made.export_weights()}
+    with engine(rank, folder, sizes) as made:
+        extra = made.load_checkpoint(os.path.join(out, "step2"))
+        resumed = steps(made, 2)
+        again = {name: t.numpy() for name, t in made.export_weights()}
+    return {
+        "extra": extra,
+        "straight": straight,
+        "resumed": resumed,
+        "equal": all(np.array_equal(weights[n], again[n]) for n in weights),
+    }
+
+
+def tensor_parallel_logprobs(rank: int, logits: np.ndarray, targets: np.ndarray, size: int) -> dict[str, np.ndarray]:
+    """Each rank holds half of the (padded) vocabulary; gradient of sum(log-prob * (1, 2, 3, ...))."""
+    import torch.distributed as dist
+
+    from mindspeed_asyncflow.engines.megatron.logprobs import token_logprobs
+
+    half = logits.shape[1] // 2
+    mine = torch.from_numpy(logits[:, rank * half : (rank + 1) * half]).requires_grad_()
+    logprob, entropy = token_logprobs(
+        mine,
+        torch.from_numpy(targets),
+        temperature=0.7,
+        vocab_size=size,
+        vocab_start=rank * half,
+        group=dist.group.WORLD,
+    )
+    (logprob * torch.arange(1.0, len(targets) + 1)).sum().backward()
+    return {"logprob": logprob.detach().numpy(), "entropy": entropy.numpy(), "grad": mine.grad.numpy()}

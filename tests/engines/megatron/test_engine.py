@@ -1,0 +1,196 @@
+"""The trainer against transformers, over every way to cut it, and what must not depend on the cut."""
+
+import numpy as np
+import pytest
+import rank_cases
+from rank_group import RankGroups
+from tiny_models import make_model, make_samples, reference
+
+pytestmark = pytest.mark.slow
+
+TP2 = {"tensor_parallel": 2}
+SP2 = {**TP2, "sequence_parallel": True}
+PP2 = {"pipeline_parallel": 2}
+DP2 = {"data_parallel": 2}
+CASES = [
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("qwen3_moe", {}),
+    ("qwen3", {"recompute": True}),
+    ("qwen2", TP2),
+    ("qwen3", TP2),
+    ("qwen2", SP2),
+    ("qwen3", SP2),
+    ("qwen3_moe", SP2),
+    ("qwen2", PP2),
+    ("qwen3", PP2),
+    ("qwen2", {**PP2, "virtual_pipeline": 2}),
+    ("qwen3_moe", {**PP2, "virtual_pipeline": 2}),
+    ("qwen2", DP2),
+    ("qwen3", {**DP2, "distributed_optimizer": True}),
+    ("qwen2", {"context_parallel": 2}),
+    ("qwen3", {"context_parallel": 2}),
+    ("qwen3_moe", {**DP2, "expert_parallel": 2}),
+    ("qwen2", {**TP2, **PP2}),
+    ("qwen3", {**SP2, **DP2, "distributed_optimizer": True}),
+    ("qwen2", {**SP2, "context_parallel": 2}),
+    ("qwen3_moe", {**SP2, **DP2, "expert_parallel": 2}),
+]
+
+
+def world_of(sizes):
+    axes = ("tensor_parallel", "pipeline_parallel", "data_parallel", "context_parallel")
+    return int(np.prod([sizes.get(axis, 1) for axis in axes]))
+
+
+CASES.sort(key=lambda case: world_of(case[1]))
+
+
+@pytest.fixture(scope="module")
+def groups():
+    groups = RankGroups()
+    yield groups
+    groups.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """kind -> (folder, transformers model)"""
+    found = {}
+    for kind in ("qwen2", "qwen3", "qwen3_moe"):
+        folder = str(tmp_path_factory.mktemp(kind))
+        found[kind] = (folder, make_model(kind, folder))
+    return found
+
+
+@pytest.fixture(scope="module")
+def references(models):
+    return {kind: reference(model, make_samples(), temperature=0.7) for kind, (_, model) in models.items()}
+
+
+def distance(a, b):
+    """Relative, over a whole tensor."""
+    return float(np.linalg.norm(a - b) / (np.linalg.norm(b) + 1e-12))
+
+
+def name_of(case):
+    kind, sizes = case
+    return "-".join([kind, *(f"{k}={v}" for k, v in sizes.items())])
+
+
+@pytest.mark.parametrize(("kind", "sizes"), CASES, ids=map(name_of, CASES))
+def test_trainer_agrees_with_transformers(groups, models, references, kind, sizes):
+    expected = references[kind]
+    ranks = groups.of(world_of(sizes)).run(
+        rank_cases.agree, folder=models[kind][0], sizes=sizes, samples=make_samples()
+    )
+    by_replica = {r["replica"]: r for r in ranks}
+    replicas = [by_replica[i] for i in sorted(by_replica)]
+    logprobs = np.concatenate([r["logprobs"] for r in replicas])
+    assert np.abs(logprobs - expected["logprobs"]).max() < 2e-5
+    for key, wanted in (("loss_sum", expected["loss"]), ("entropy_sum", expected["entropy"])):
+        assert sum(r["metrics"][key] for r in replicas) == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+    for r in ranks:
+        assert r["metrics"] == by_replica[r["replica"]]["metrics"], "all ranks of a replica report the same"
+        assert r["norm"] == pytest.approx(expected["norm"] / 10.0, rel=1e-5)
+        assert r["applied"]
+        if r["grads"] is not None:
+            assert r["grads"].keys() == expected["grads"].keys()
+            worst = max((distance(r["grads"][n], g), n) for n, g in expected["grads"].items())
+            assert worst[0] < 2e-5, worst
+        assert all(np.array_equal(w, ranks[0]["weights"][n]) for n, w in r["weights"].items())
+
+
+def test_distributed_optimizer_takes_the_same_step(groups, models):
+    plain, sharded = (
+        groups.of(2).run(rank_cases.agree, folder=models["qwen3"][0], sizes=sizes, samples=make_samples())[0]
+        for sizes in (DP2, {**DP2, "distributed_optimizer": True})
+    )
+    for name, weight in plain["weights"].items():
+        assert np.abs(weight - sharded["weights"][name]).max() < 1e-6, name
+
+
+def test_bfloat16_stays_near_float32(groups, models, references):
+    ranks = groups.of(2).run(
+        rank_cases.agree, folder=models["qwen3"][0], sizes=SP2, samples=make_samples(), dtype="bfloat16"
+    )
+    assert np.abs(ranks[0]["logprobs"] - references["qwen3"]["logprobs"]).max() < 0.25
+    assert ranks[0]["norm"] == pytest.approx(references["qwen3"]["norm"] / 10.0, rel=0.05)
+
+
+def test_gradient_does_not_depend_on_the_cut(groups, models):
+    """B06: micro-batch sizes, several calls and trailing singles give one gradient."""
+    ways = [[(8,)], [(1,) * 8], [(3, 5)], [(2, 2), (4,)], [(1,), (1, 1), (5,)]]
+    for found in groups.of(1).run(
+        rank_cases.cuts, folder=models["qwen2"][0], sizes={}, samples=make_samples(), ways=ways
+    ):
+        for other in found[1:]:
+            worst = max(distance(other[n], g) for n, g in found[0].items())
+            assert worst < 1e-6
+
+
+def test_interleaved_pipeline_is_right_every_time(groups, models, references):
+    """Freed stage outputs gave silently wrong gradients in most runs: many repetitions, many micro-batches."""
+    sizes = {**PP2, "virtual_pipeline": 2}
+    ways = [[(1,) * 8], [(2, 2, 2, 2)]] * 4
+    for found in groups.of(2).run(
+        rank_cases.cuts, folder=models["qwen2"][0], sizes=sizes, samples=make_samples(), ways=ways
+    ):
+        for grads in found:
+            assert max(distance(grads[n], g) for n, g in references["qwen2"]["grads"].items()) < 2e-5
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sizes", [DP2, {**DP2, "distributed_optimizer": True}], ids=["plain", "sharded"])
+def test_bad_gradient_on_one_rank_is_skipped_by_all(groups, models, sizes, value):
+    """B26: nan or inf on one of two data-parallel ranks."""
+    ranks = groups.of(2).run(
+        rank_cases.bad_gradient,
+        folder=models["qwen2"][0],
+        sizes={**sizes, "lr_warmup_steps": 4},
+        samples=make_samples(),
+        bad_rank=1,
+        value=value,
+    )
+    for r in ranks:
+        assert r["applied"] == (False, True)
+        assert r["bad"] == "model.layers.1.self_attn.o_proj.weight"
+        assert r["norm_is_nan"] and r["unchanged"] and r["finite_after"]
+        assert r["lr"][0] == r["lr"][1], "a skipped step does not advance the schedule"
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("qwen2", {}),
+        ("qwen2", {**PP2, "virtual_pipeline": 2}),
+        ("qwen3", SP2),
+        ("qwen3_moe", {**DP2, "expert_parallel": 2}),
+    ],
+    ids=["one", "pipeline", "tensor", "expert"],
+)
+def test_hugging_face_folder_round_trip_is_bit_exact(groups, models, tmp_path, kind, sizes):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    folder, model = models[kind]
+    groups.of(world_of(sizes)).run(rank_cases.round_trip, folder=folder, sizes=sizes, out=str(tmp_path))
+    before, after = (load_file(f"{f}/model.safetensors") for f in (folder, tmp_path))
+    assert before.keys() == after.keys()
+    assert all(bool((before[n] == after[n]).all()) for n in before)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(bool((p == q).all()) for p, q in zip(model.parameters(), loaded.parameters()))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, TP2, {**PP2, "virtual_pipeline": 2}, {**DP2, "distributed_optimizer": True}],
+    ids=["one", "tensor", "pipeline", "sharded"],
+)
+def test_checkpoint_continues_exactly(groups, models, tmp_path, sizes):
+    for r in groups.of(world_of(sizes)).run(
+        rank_cases.resume, folder=models["qwen2"][0], sizes=sizes, samples=make_samples(), out=str(tmp_path)
+    ):
+        assert r["extra"] == {"version": 2}
+        assert r["resumed"] == r["straight"]
+        assert r["equal"]
