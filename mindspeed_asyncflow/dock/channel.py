@@ -32,8 +32,10 @@ class Channel:
         try:
             challenge = self._receive(wire.CHALLENGE_BYTES)
             self.hello = self.call(Verb.HELLO, 0, {"answer": wire.answer(secret, bytes(challenge))})
-        except BaseException:
+        except BaseException as error:
             self._socket.close()
+            if isinstance(error, OSError):
+                raise Broken(str(error)) from error
             raise
 
     def call(self, verb: Verb, request: int, message: Mapping[str, Any]) -> Message:

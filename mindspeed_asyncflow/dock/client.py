@@ -20,7 +20,7 @@ import numpy as np
 from mindspeed_asyncflow.dock.channel import Broken, Channel
 from mindspeed_asyncflow.dock.columns import ColumnSpec, Ragged, Schema, TaskSpec
 from mindspeed_asyncflow.dock.node import INLINE
-from mindspeed_asyncflow.dock.warehouse import Arena, layout
+from mindspeed_asyncflow.dock.warehouse import Arena, check_fits, layout
 from mindspeed_asyncflow.dock.wire import Message, Verb
 from mindspeed_asyncflow.errors import DockError, WorkerLost
 from mindspeed_asyncflow.records import PromptRow
@@ -74,6 +74,7 @@ class DockClient:
         self.schema = Schema(
             [ColumnSpec(*column) for column in hello["columns"]], [TaskSpec(n, tuple(c)) for n, c in hello["tasks"]]
         )
+        self._arena_bytes = hello.whole("arena_bytes")
         self._arena = Arena.attach(hello.text("arena_path"), self._token) if map_arena else None
 
     @property
@@ -270,6 +271,7 @@ class DockClient:
         begins, total = layout(lengths, self.schema.columns)
         message |= {"columns": list(ragged), "timeout_s": self._patience(timeout_s), "offset": INLINE}
         message |= {f"lengths.{name}": column for name, column in lengths.items()}
+        check_fits(total, self._arena_bytes)
         arena = self._arena
         if arena is None or total <= INLINE_BYTES:
             return self._call(verb, message | {f"values.{name}": column.values for name, column in ragged.items()})

@@ -16,9 +16,9 @@ from mindspeed_asyncflow.dock import report
 from mindspeed_asyncflow.dock.columns import Schema
 from mindspeed_asyncflow.dock.controller import Controller
 from mindspeed_asyncflow.dock.partition import ClaimRequest, Grant, Partition
-from mindspeed_asyncflow.dock.warehouse import Arena, Warehouse, layout
+from mindspeed_asyncflow.dock.warehouse import Arena, Warehouse, check_fits, layout
 from mindspeed_asyncflow.dock.wire import Message, Verb, WireError
-from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError, DockFull
+from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError
 
 PUT_SHARE = 0.75  # of the arena: what puts may fill; the rest is for results
 INLINE = -1  # `offset` of a message that carries its values
@@ -157,11 +157,7 @@ class DockNode:
         """Offset of a new extent. Raises DockFull when it can never be had, _NoRoom when not now."""
         capacity = self.warehouse.capacity_bytes
         most = int(capacity * PUT_SHARE) if put else capacity
-        if nbytes > most:
-            raise DockFull(
-                f"{'a put' if put else 'a write'} of {nbytes} bytes can never fit: the arena takes at most {most} at "
-                "once; raise dock.arena_mb or send fewer rows"
-            )
+        check_fits(nbytes, most)
         if put and self.warehouse.used_bytes + nbytes > most:
             raise _NoRoom(nbytes)
         offset = self.warehouse.reserve(nbytes)

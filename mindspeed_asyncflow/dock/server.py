@@ -302,5 +302,6 @@ def _hello(schema: Schema, arena: Arena) -> dict:
         "columns": [[c.name, c.dtype, c.kind, c.shared, c.tokens] for c in schema.columns.values()],
         "tasks": [[t.name, list(t.columns)] for t in schema.tasks.values()],
         "arena_path": arena.path,
+        "arena_bytes": len(arena.bytes),
         "arena_token": np.frombuffer(arena.token, np.uint8),
     }

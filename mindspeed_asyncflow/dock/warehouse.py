@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from mindspeed_asyncflow.dock.columns import ColumnSpec, Ragged
-from mindspeed_asyncflow.errors import DockError, PlatformError
+from mindspeed_asyncflow.errors import DockError, DockFull, PlatformError
 
 GRANULE = 64  # bytes
 TOKEN_BYTES = 32  # at the start of the arena: tells a client that it mapped the right file
@@ -139,6 +139,15 @@ def layout(lengths: Mapping[str, np.ndarray], specs: Mapping[str, ColumnSpec]) -
         begins[name] = total
         total += -(-int(column.sum()) * specs[name].itemsize // GRANULE) * GRANULE
     return begins, total
+
+
+def check_fits(nbytes: int, most: int) -> None:
+    """Raises DockFull for values that can never be stored at once."""
+    if nbytes > most:
+        raise DockFull(
+            f"{nbytes} bytes at once can never fit: the arena takes at most {most} from one call of this kind; "
+            "raise dock.arena_mb or send fewer rows"
+        )
 
 
 class Cells:

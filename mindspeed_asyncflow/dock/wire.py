@@ -95,6 +95,8 @@ def decode_header(raw: bytes | bytearray | memoryview, most_bytes: int) -> Heade
 
 def decode_body(header: Header, body: memoryview) -> Message:
     """The message of a frame; its arrays are views into `body`. Raises WireError when it does not fit together."""
+    if len(body) != header.body_bytes:
+        raise WireError(f"a frame of {header.body_bytes} bytes came with {len(body)}")
     try:
         plain, table = json.loads(bytes(body[: header.json_bytes]))
     except (ValueError, TypeError, RecursionError) as error:
@@ -113,7 +115,7 @@ def decode_body(header: Header, body: memoryview) -> Message:
             raise WireError(f"array {name!r} is longer than its frame")
         message[name] = np.frombuffer(body[begin:end], dtype).reshape(shape)
         begin = end + -end % 8
-    if begin != header.body_bytes + -header.body_bytes % 8:
+    if begin != header.body_bytes:
         raise WireError(f"a frame has {header.body_bytes} bytes, its arrays end at {begin}")
     return message
 

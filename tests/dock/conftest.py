@@ -1,0 +1,139 @@
+"""A bare controller with short verbs, and a served dock with real sockets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from mindspeed_asyncflow.dock.client import DockClient
+from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, ColumnSpec, Schema, TaskSpec, grpo_tasks
+from mindspeed_asyncflow.dock.controller import Controller
+from mindspeed_asyncflow.dock.partition import ClaimRequest, Grant
+from mindspeed_asyncflow.dock.server import DockServer
+from mindspeed_asyncflow.errors import AsyncFlowError
+from mindspeed_asyncflow.records import PromptRow
+
+SECRET = "a secret of this test"
+
+
+class Bench:
+    """Controller on a clock of its own: columns a, b, c; task `first` reads a, `second` a and b, `third` c."""
+
+    def __init__(self, lease_s: float = 10.0) -> None:
+        columns = [ColumnSpec(name, "int32") for name in "abc"]
+        tasks = [TaskSpec("first", ("a",)), TaskSpec("second", ("a", "b")), TaskSpec("third", ("c",))]
+        self.schema = Schema(columns, tasks)
+        self.control = Controller(self.schema, lease_s)
+        self.now = 0.0
+        self._keys = itertools.count()
+
+    def put(
+        self, ids: list[int], size: int = 4, columns: str = "a", partition: str = "p", count: int | None = None
+    ) -> np.ndarray:
+        """Handles [groups, rows]."""
+        n = count or size
+        part = self.control.check_put(partition, ids, [size] * len(ids), [n] * len(ids))
+        total = len(ids) * n
+        members = np.tile(np.arange(n, dtype=np.int32), len(ids))
+        slots, _ = self.control.put(
+            part, ids, [size] * len(ids), np.full(len(ids), n), members, self.schema.mask(columns),
+            np.zeros(total, np.int64), self.now,
+        )  # fmt: skip
+        return part.handles(slots).reshape(len(ids), n)
+
+    def write(self, rows: np.ndarray, columns: str, version: int | None = None) -> None:
+        part, slots = self.control.resolve(np.ravel(rows))
+        versions = None if version is None else (np.full(len(slots), version, np.int32),) * 2
+        self.control.commit(part, slots, self.schema.mask(columns), None, versions, self.now)
+
+    def ask(self, task: str, count: int, wait_s: float = 0.0, **how) -> tuple[int, Grant | None]:
+        """(key, grant); None: parked."""
+        key = next(self._keys)
+        how = {"partition": "p", "worker": "w"} | how
+        request = ClaimRequest(task=task, count=count, deadline=self.now + wait_s, key=key, **how)
+        return key, self.control.claim(request, self.now)
+
+    def claim(self, task: str, count: int, **how) -> Grant:
+        grant = self.ask(task, count, **how)[1]
+        assert grant is not None, "the claim was parked"
+        return grant
+
+    def done(self, grant: Grant, rows: np.ndarray | None = None) -> None:
+        part, slots = (None, None) if rows is None else self.control.resolve(rows)
+        self.control.done(grant.claim_id, part, slots, self.now)
+
+    def release(self, grant: Grant) -> None:
+        self.control.release(grant.claim_id, None, None, self.now)
+
+    def free(self, rows: np.ndarray) -> None:
+        self.control.free(*self.control.resolve(np.ravel(rows)), self.now)
+
+    def drop(self, rows: np.ndarray, reason: str = "test") -> None:
+        self.control.drop(*self.control.resolve(np.ravel(rows)), reason, self.now)
+
+    def later(self, seconds: float) -> None:
+        self.now += seconds
+        self.control.tick(self.now)
+
+    def outcomes(self) -> dict[int, Grant | AsyncFlowError]:
+        found, self.control.outcomes = dict(self.control.outcomes), []
+        return found
+
+    def counts(self, task: str, partition: str = "p") -> list[int]:
+        """Rows waiting, ready, claimed, done."""
+        return self.control.partitions[partition].queues[task].counts[1:].tolist()
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.fixture(scope="session")
+def new_bench() -> type[Bench]:
+    """For tests that need a fresh one per generated example."""
+    return Bench
+
+
+@pytest.fixture
+def server() -> Iterator[DockServer]:
+    with DockServer(GRPO_COLUMNS, grpo_tasks(False), arena_mb=4, lease_s=30.0, secret=SECRET) as served:
+        yield served
+        assert served.failure is None
+
+
+@pytest.fixture
+def connect(server: DockServer) -> Iterator[Callable[..., DockClient]]:
+    """Makes clients of `server`; all are closed at the end."""
+    made: list[DockClient] = []
+
+    def make(**how) -> DockClient:
+        made.append(DockClient(server.address, SECRET, wait_s=10.0, **how))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+@pytest.fixture(params=["mapped", "remote"])
+def client(request: pytest.FixtureRequest, connect: Callable[..., DockClient]) -> DockClient:
+    made = connect(map_arena=request.param == "mapped")
+    assert made.mapped == (request.param == "mapped")
+    return made
+
+
+@pytest.fixture
+def prompts() -> Callable[..., list[list[PromptRow]]]:
+    """prompts(n, size, first, tokens): n groups of `size` rows with ids from `first`; the prompt tells its group."""
+
+    def make(n: int, size: int = 4, first: int = 0, tokens: int = 6) -> list[list[PromptRow]]:
+        return [
+            [PromptRow(g, m, size, np.full(tokens, g, np.int32), f"truth {g}") for m in range(size)]
+            for g in range(first, first + n)
+        ]
+
+    return make
