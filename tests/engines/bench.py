@@ -93,6 +93,9 @@ class Bench:
     def serve(self, name: str) -> UpdateReport:
         return self.engine.update(self.publish(name))
 
+    def restart_versions_at(self, version: int) -> None:
+        self._version = version
+
     def ready(self) -> None:
         """Back to RUNNING with policy "a", whatever the last test left."""
         self.engine.abort()

@@ -97,7 +97,7 @@ class VLLMBackend:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def check(self, request: GenRequest) -> None:
-        # One position more than the answer is reserved by the engine arguments, for scoring.
+        self._base_params(request.sampling)
         length = len(request.prompt_ids) + request.sampling.max_tokens
         if length > self._max_model_len:
             raise EngineError(
@@ -120,9 +120,16 @@ class VLLMBackend:
             self._ids[request.request_id] = engine_id
 
     def _base_params(self, spec: SamplingSpec) -> Any:
+        """vLLM's form of `spec`. Raises `EngineError` for values that vLLM refuses or silently changes."""
         params = self._params.get(spec)
         if params is None:
-            params = self._params[spec] = _sampling_params(spec, spec.stop_token_ids or self._stop_token_ids)
+            try:
+                params = _sampling_params(spec, spec.stop_token_ids or self._stop_token_ids)
+            except ValueError as error:
+                raise EngineError(f"vLLM cannot sample like {spec}: {error}") from error
+            if params.temperature != spec.temperature:
+                raise EngineError(f"vLLM would sample at temperature {params.temperature}, not {spec.temperature}")
+            self._params[spec] = params
         return params
 
     def _add(self, prompt: list[int], params: Any) -> str:
