@@ -38,7 +38,7 @@ def write(rows: np.ndarray, tokens: int, timeout_s: float = 5.0) -> Message:
 def test_thousands_of_batches_recycle_one_arena_and_leave_it_whole(node):
     """No segment per batch, no byte and no free run lost, whatever the order in which rows go."""
     before, rng, alive = set(os.listdir("/dev/shm")), np.random.default_rng(0), np.empty(0, np.int64)
-    for i in range(3000):
+    for i in range(2000):
         rows = node.handle(Verb.PUT, put(i, int(rng.integers(1, 200))), None, i, 0.0)["rows"]
         assert node.handle(Verb.WRITE, write(rows, int(rng.integers(0, 100))), None, i, 0.0) == {}
         alive = np.concatenate((alive, rows))
