@@ -171,9 +171,7 @@ class CoreAttention(MegatronModule):
 
 def layer_spec(config: Any, vp_stage: int | None) -> Any:
     """megatron's local block spec for this pipeline stage with our norm and core attention put in."""
-    block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
-    )
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
     for layer in block.layer_specs:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm

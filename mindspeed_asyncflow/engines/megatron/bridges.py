@@ -121,9 +121,7 @@ class _LocalQwen3MoE(_LocalSpec, Qwen3MoEBridge):
 BRIDGES = {"qwen2": _LocalQwen2, "qwen3": _LocalQwen3, "qwen3_moe": _LocalQwen3MoE}
 
 
-def make_bridge(
-    folder: str, trainer: TrainerConfig, platform: Platform, dtype: torch.dtype, temperature: float
-) -> Any:
+def make_bridge(folder: str, trainer: TrainerConfig, platform: Platform, dtype: torch.dtype, temperature: float) -> Any:
     """The converter of the model in `folder`, for the parallel groups that megatron has now."""
     hf_config = AutoConfig.from_pretrained(folder)
     if hf_config.model_type not in BRIDGES:

@@ -125,9 +125,7 @@ class MegatronTrainEngine:
             return []
         flat = torch.cat(outputs[: len(sizes)]) if outputs else torch.empty(sum(sizes), device=self.device)
         if self.trainer.pipeline_parallel > 1:
-            dist.broadcast(
-                flat, parallel_state.get_pipeline_model_parallel_last_rank(), self.bridge.mpu.pp_group
-            )
+            dist.broadcast(flat, parallel_state.get_pipeline_model_parallel_last_rank(), self.bridge.mpu.pp_group)
         return [part.numpy().copy() for part in flat.cpu().split(sizes)]
 
     def _run(self, micro_batches: Sequence[MicroBatch], loss: Callable[..., Any], forward_only: bool) -> list[Any]:

@@ -33,9 +33,7 @@ def join_world(
         return False
     timeout = timedelta(seconds=timeout_s)
     descriptor = held_port.detach() if held_port is not None and rank == 0 else None
-    store = dist.TCPStore(
-        address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
-    )
+    store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor)
     dist.init_process_group(platform.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return True
 

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models and packed samples, and what transformers computes from them: the reference of the trainer."""
+"""Tiny Hugging Face models, packed samples, and what transformers computes from them: the trainer's reference."""
 
 from typing import Any
 
