@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
-from cases import LENGTHS, micro_batch
 
 from mindspeed_asyncflow.algorithms.aggregate import loss_denominator, token_weights
 from mindspeed_asyncflow.errors import ConfigError
+from tests.algorithms.cases import LENGTHS, micro_batch
 
 LOSSES = np.array([-1.105171, -0.818731, 1.349859, 1.0, 0.8, 1.051271])  # F6
 

@@ -2,10 +2,10 @@ import itertools
 
 import pytest
 import torch
-from cases import tensor
 
 from mindspeed_asyncflow.algorithms.kl import k1, k2, k3, kl_loss
 from mindspeed_asyncflow.errors import ConfigError
+from tests.algorithms.cases import tensor
 
 
 def test_golden_values_of_the_estimators():

@@ -1,10 +1,10 @@
 import pytest
 import torch
-from cases import ADVANTAGES, LENGTHS, LOG_RATIO, OLD_OVER_MU, tensor
 
 from mindspeed_asyncflow.algorithms.losses import ppo_clip, registered_loss, reinforce, truncated_weight
 from mindspeed_asyncflow.config.schema import AlgorithmConfig
 from mindspeed_asyncflow.errors import ConfigError
+from tests.algorithms.cases import ADVANTAGES, LENGTHS, LOG_RATIO, OLD_OVER_MU, tensor
 
 EQUAL = AlgorithmConfig(clip_low=0.2, clip_high=0.2)
 

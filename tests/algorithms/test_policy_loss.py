@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 import torch
-from cases import LENGTHS, LOG_PI, LOG_RATIO, OLD_OVER_MU, micro_batch, on_tokens, tensor
 
 from mindspeed_asyncflow.algorithms.aggregate import loss_denominator
 from mindspeed_asyncflow.algorithms.policy_loss import make_policy_loss
 from mindspeed_asyncflow.config.schema import AlgorithmConfig
 from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.observe.metrics import merge_parts, reduce_sums
+from tests.algorithms.cases import LENGTHS, LOG_PI, LOG_RATIO, OLD_OVER_MU, micro_batch, on_tokens, tensor
 
 MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 
