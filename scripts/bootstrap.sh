@@ -11,9 +11,10 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=${ASYNCFLOW_VENV:-$root/.venv}
+venv=$(realpath -m "${ASYNCFLOW_VENV:-$root/.venv}")
 pins=$root/scripts/requirements
-log=$root/.cache/bootstrap.log
+work=$(dirname "$venv")/.cache
+log=$work/bootstrap.log
 torch_index=${ASYNCFLOW_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 need_mb=6000
 layers=(core "$@")
@@ -74,7 +75,7 @@ pip_install() {
 
 install_torch() {
     # The usual index may serve a CUDA build (gigabytes, and vLLM's CPU build refuses it): its metadata tells.
-    local report=$root/.cache/torch.json
+    local report=$work/torch.json
     if "$venv/bin/python" -m pip install --quiet --no-deps --dry-run --ignore-installed --report "$report" \
         -r "$pins/torch.txt" >>"$log" 2>&1 && "$venv/bin/python" "$root/scripts/environment.py" cpu-torch "$report"; then
         pip_install -r "$pins/torch.txt"
@@ -90,7 +91,7 @@ install_core() {
     free_mb=$(df -Pm "$(dirname "$venv")" | awk 'NR == 2 {print $4}')
     ((free_mb >= need_mb)) || die "$(dirname "$venv") has $free_mb MB free, $need_mb are needed"
     if [[ -e $venv ]]; then
-        [[ -e $venv/pyvenv.cfg ]] || die "$venv exists and is no Python environment; move it away"
+        rmdir "$venv" 2>/dev/null || [[ -e $venv/pyvenv.cfg ]] || die "$venv exists and is no Python environment; move it away"
         say "$venv is incomplete or has other versions: making it anew"
         rm -rf "$venv"
     fi
@@ -123,8 +124,8 @@ for layer in "$@"; do
 done
 all_complete && exit 0
 
-mkdir -p "$root/.cache"
-exec 9>"$root/.cache/bootstrap.lock"
+mkdir -p "$work"
+exec 9>"$work/bootstrap.lock"
 if ! flock --nonblock 9; then
     say "another set-up is at work here; waiting for it, at most 30 minutes"
     flock --timeout 1800 9 || die "the other set-up did not end in 30 minutes"
