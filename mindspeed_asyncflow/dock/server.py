@@ -156,7 +156,10 @@ class DockServer:
         connection = _Connection(sock)
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
-        self._send(connection, [memoryview(connection.challenge)])
+        try:
+            self._send(connection, [memoryview(connection.challenge)])
+        except OSError:
+            self._close(connection)
 
     def _serve(self, connection: _Connection, events: int) -> None:
         try:
@@ -260,7 +263,9 @@ class DockServer:
     def _send_outcomes(self) -> None:
         while outcomes := self._node.take_outcomes():
             for key, reply in outcomes:
-                connection, header = self._callers.pop(key)
+                connection, header = self._callers.pop(key, (None, None))
+                if connection is None or header is None:  # its connection was lost in this very turn
+                    continue
                 connection.parked.discard(key)
                 try:
                     self._answer(connection, header, reply)

@@ -6,7 +6,10 @@ import multiprocessing
 import os
 import random
 import socket
+import struct
 import threading
+import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -32,6 +35,13 @@ def raw_socket(server: DockServer, known: bool = True) -> socket.socket:
         header = wire.decode_header(sock.recv(wire.HEADER.size, socket.MSG_WAITALL), 1 << 20)
         sock.recv(header.body_bytes, socket.MSG_WAITALL)
     return sock
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline, "the server did not notice within 10 s"
+        time.sleep(0.002)
 
 
 def test_a_wrong_secret_is_refused(server):
@@ -110,6 +120,26 @@ def test_malformed_frames_close_their_connection_and_touch_nobody(server, connec
     assert server.failure is None and server.bad_frames > 100
 
 
+def test_connections_that_vanish_at_once_or_with_several_parked_calls_leave_the_server_up(server, connect, prompts):
+    client = connect()
+    message = {
+        "task": "rollout", "partition": "train", "count": 1, "worker": "w", "unit": "rows", "policy": "fifo",
+        "group_ids": None, "min_version": None, "timeout_s": 60.0, "at_least": 1,
+    }  # fmt: skip
+    reset = struct.pack("ii", 1, 0)  # close with RST
+    host, port = server.address.rsplit(":", 1)
+    for i in range(100):
+        sock = raw_socket(server) if i % 2 else socket.create_connection((host, int(port)))
+        if i % 2:
+            sock.sendall(b"".join(b"".join(wire.encode(wire.Verb.CLAIM, 0, 3, 5 * i + k, message)) for k in range(5)))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        sock.close()
+        if i % 10 == 9:
+            client.put_groups("train", prompts(1, size=8, first=i))
+    wait_until(lambda: not client.stats()["waiting"])
+    assert server.failure is None
+
+
 def test_well_formed_frames_with_hostile_values_are_answered(server, connect, prompts):
     client = connect()
     client.put_groups("train", prompts(1))
@@ -166,10 +196,7 @@ def test_bytes_reserved_by_a_lost_connection_are_free_again(server, connect):
         sock.sendall(b"".join(wire.encode(wire.Verb.RESERVE, 0, 3, 1, message)))
         sock.recv(wire.HEADER.size, socket.MSG_WAITALL)
         assert client.stats()["used_bytes"] == 1 << 20
-    for _ in range(100):
-        if not client.stats()["used_bytes"]:
-            return
-    pytest.fail("the reservation outlived its connection")
+    wait_until(lambda: not client.stats()["used_bytes"])
 
 
 def test_a_waiter_whose_connection_is_lost_takes_no_rows(server, connect, prompts):
@@ -180,10 +207,8 @@ def test_a_waiter_whose_connection_is_lost_takes_no_rows(server, connect, prompt
             "group_ids": None, "min_version": None, "timeout_s": 60.0, "at_least": 1,
         }  # fmt: skip
         sock.sendall(b"".join(wire.encode(wire.Verb.CLAIM, 0, 3, 1, message)))
-        while not client.stats()["waiting"]:
-            pass
-    while client.stats()["waiting"]:
-        pass
+        wait_until(lambda: client.stats()["waiting"])
+    wait_until(lambda: not client.stats()["waiting"])
     client.put_groups("train", prompts(1))
     assert client.stats()["partitions"]["train"]["tasks"]["rollout"]["ready"] == 4
 
