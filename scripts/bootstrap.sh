@@ -112,6 +112,9 @@ install_core() {
 }
 
 install_layer() {
+    [[ $1 != tasks ]] || command -v cc >/dev/null ||
+        die "one library of tasks is compiled here and there is no C compiler. On Debian or Ubuntu:" \
+            "apt-get install gcc python3-dev"
     begin "pinned libraries for $1"
     pip_install --no-build-isolation -r "$pins/$1.txt"
     "$venv/bin/python" "$root/scripts/environment.py" verify "$pins/$1.txt" || die "the set-up is not complete"
