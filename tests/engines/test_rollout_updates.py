@@ -36,16 +36,8 @@ def assert_each_token_is_of_its_version(bench: Bench, done: Completion, ids: np.
     assert end == len(done.token_ids) == len(done.logprobs)
 
 
-def steps(bench: Bench, count: int) -> None:
-    """Let running answers grow: each of these scores takes at least one step of the engine."""
-    for _ in range(count):
-        bench.engine.score([(prompt(1), prompt(1))])
-
-
-@pytest.mark.parametrize("family", ["dense", "experts"])
-def test_the_same_weights_three_times_change_nothing(kind: str, family: str, house: House) -> None:
-    """Contract test 3, B67: bit-equal scores after each identity update, experts too."""
-    bench = house.bench(kind, family)
+def assert_identity_updates_change_nothing(bench: Bench) -> None:
+    """Bit-equal scores after each of three updates with the weights that are served already."""
     (before,) = bench.engine.score([PAIR])
     assert np.abs(before - bench.policies["a"].logprobs(*PAIR)).max() < TOLERANCE
     fingerprints = set()
@@ -58,10 +50,8 @@ def test_the_same_weights_three_times_change_nothing(kind: str, family: str, hou
     assert len(fingerprints) == 1
 
 
-@pytest.mark.parametrize("family", ["dense", "experts"])
-def test_other_weights_and_back(kind: str, family: str, house: House) -> None:
-    """Contract test 4: "b" differs visibly, is matched, and "a" comes back bit for bit."""
-    bench = house.bench(kind, family)
+def assert_other_weights_and_back(bench: Bench) -> None:
+    """Policy "b" differs visibly, is matched, and "a" comes back bit for bit."""
     (before,) = bench.engine.score([PAIR])
     bench.serve("b")
     assert_serves(bench, "b")
@@ -70,6 +60,22 @@ def test_other_weights_and_back(kind: str, family: str, house: House) -> None:
     bench.serve("a")
     (after,) = bench.engine.score([PAIR])
     assert after.tolist() == before.tolist()
+
+
+def steps(bench: Bench, count: int) -> None:
+    """Let running answers grow: each of these scores takes at least one step of the engine."""
+    for _ in range(count):
+        bench.engine.score([(prompt(1), prompt(1))])
+
+
+def test_the_same_weights_three_times_change_nothing(bench: Bench) -> None:
+    """Contract test 3, B67."""
+    assert_identity_updates_change_nothing(bench)
+
+
+def test_other_weights_and_back(bench: Bench) -> None:
+    """Contract test 4."""
+    assert_other_weights_and_back(bench)
 
 
 def test_a_cached_prefix_does_not_survive_an_update(bench: Bench) -> None:
@@ -327,3 +333,10 @@ def test_pause_wait_gives_up_at_its_deadline_and_goes_on(house: House, monkeypat
         bench.engine.pause("wait")
     late = bench.engine.generate([ask("late", prompt(1), 2)], 60.0)
     assert (bench.engine.state, len(list(stream)), len(list(late))) == ("RUNNING", 1, 1)
+
+
+def test_experts_take_updates_like_dense_layers(kind: str, house: House) -> None:
+    """Contract tests 3 and 4 for expert layers, whose weights engines repack."""
+    bench = house.bench(kind, "experts")
+    assert_identity_updates_change_nothing(bench)
+    assert_other_weights_and_back(bench)

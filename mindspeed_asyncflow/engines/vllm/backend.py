@@ -123,9 +123,11 @@ class VLLMBackend:
         """vLLM's form of `spec`. Raises `EngineError` for values that vLLM refuses or silently changes."""
         params = self._params.get(spec)
         if params is None:
+            from vllm.exceptions import VLLMValidationError
+
             try:
                 params = _sampling_params(spec, spec.stop_token_ids or self._stop_token_ids)
-            except ValueError as error:
+            except (ValueError, VLLMValidationError) as error:  # the second is not always a ValueError
                 raise EngineError(f"vLLM cannot sample like {spec}: {error}") from error
             if params.temperature != spec.temperature:
                 raise EngineError(f"vLLM would sample at temperature {params.temperature}, not {spec.temperature}")

@@ -1,0 +1,61 @@
+"""The books of running answers."""
+
+from __future__ import annotations
+
+import queue
+
+import numpy as np
+import pytest
+
+from mindspeed_asyncflow.engines.step_backend import Finished
+from mindspeed_asyncflow.engines.tickets import Books, Ticket
+from mindspeed_asyncflow.errors import EngineError
+from mindspeed_asyncflow.records import GenRequest, VersionSpan
+from tests.engines.bench import ask, prompt
+
+
+def test_partial_answers_are_joined_with_what_they_resumed() -> None:
+    """B31: ids, log-probs and versions all have five entries, [4,4,4,5,5]."""
+    resumed = GenRequest(
+        "r",
+        prompt(1),
+        ask("r", prompt(1), 5).sampling,
+        0,
+        prompt(7, 8, 9),
+        np.float32([-1, -2, -3]),
+        (VersionSpan(4, 0, 3),),
+    )
+    books, ticket = Books(), Ticket([resumed])
+    books.open(ticket)
+    books.deliver([Finished("r", [3, 2], [-4.0, -5.0], "length")], version=5)
+    (done,) = ticket.collect(lambda: 1.0)
+    assert done.token_ids.tolist() == [7, 8, 9, 3, 2]
+    assert done.logprobs.tolist() == [-1, -2, -3, -4, -5]
+    assert done.spans == (VersionSpan(4, 0, 3), VersionSpan(5, 3, 5))
+    assert (done.version_min, done.version_max) == (4, 5)
+
+
+def test_answers_reach_the_call_that_asked_and_free_their_ids() -> None:
+    books = Books()
+    first, second = Ticket([ask("a", prompt(1), 2), ask("b", prompt(1), 2)]), Ticket([ask("c", prompt(1), 2)])
+    books.open(first)
+    books.open(second)
+    with pytest.raises(EngineError, match=r"\['c'\] are running"):
+        books.open(Ticket([ask("c", prompt(1), 2)]))
+    books.deliver([Finished("c", [1], [0.0], "stop"), Finished("b", [], [], "abort")], version=0)
+    assert [c.request_id for c in second.collect(lambda: 0.0)] == ["c"]
+    with pytest.raises(queue.Empty):
+        list(first.collect(lambda: 0.0))
+    assert first.open == {"a"}
+    books.open(Ticket([ask("b", prompt(1), 2), ask("c", prompt(1), 2)]))
+
+
+def test_a_failure_reaches_every_open_call() -> None:
+    books = Books()
+    tickets = [Ticket([ask(name, prompt(1), 2)]) for name in "ab"]
+    for ticket in tickets:
+        books.open(ticket)
+    books.fail_all(OSError("gone"))
+    for ticket in tickets:
+        with pytest.raises(EngineError, match="gone"):
+            list(ticket.collect(lambda: 1.0))

@@ -1,0 +1,31 @@
+"""What vLLM reads from its process is set before it is imported."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mindspeed_asyncflow.engines.vllm.environment import prepare, worker_cores
+from mindspeed_asyncflow.errors import PlatformError
+
+
+def test_one_worker_is_not_bound_and_several_get_their_own_cores() -> None:
+    assert worker_cores([0, 1], tensor_parallel=1, threads=4) == "nobind"
+    assert worker_cores([2, 5], tensor_parallel=2, threads=1) == "2|5"
+    assert worker_cores([0, 1, 2, 3, 6], tensor_parallel=2, threads=2) == "0,1|2,3"
+
+
+def test_too_few_cores_are_named() -> None:
+    with pytest.raises(PlatformError, match="needs 4 cores, this process may use 3"):
+        worker_cores([0, 1, 2], tensor_parallel=2, threads=2)
+
+
+def test_the_engine_stays_in_this_process_and_nothing_reports_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"PATH": "/bin"})
+    prepare(tensor_parallel=1, threads=3, cpu=False)
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["VLLM_NO_USAGE_STATS"] == os.environ["DO_NOT_TRACK"] == "1"
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0"
+    assert os.environ["PATH"] == "/bin"
