@@ -11,9 +11,15 @@ from mindspeed_asyncflow.errors import PlatformError
 
 def apply_trainer(platform_name: str) -> list[str]:
     """Install the patches of a trainer, after megatron's import. Returns the names of those now in place."""
-    from mindspeed_asyncflow.patches import mbridge_packages, moe_router_gemm, moe_split_sizes, optimizer_adam
+    from mindspeed_asyncflow.patches import (
+        checkpoint_writer,
+        mbridge_packages,
+        moe_router_gemm,
+        moe_split_sizes,
+        optimizer_adam,
+    )
 
-    patches = [mbridge_packages]
+    patches = [mbridge_packages, checkpoint_writer]
     if platform_name == "cpu":  # MindSpeed supplies these names on the NPU
         patches += [moe_router_gemm, moe_split_sizes, optimizer_adam]
     for patch in patches:

@@ -85,6 +85,7 @@ def apply() -> None:
     _shim_tensor_methods(torch)
     _shim_compile(torch)
     _shim_collectives()
+    _shim_uneven_collectives(torch)
 
 
 def is_accelerator(device: Any) -> bool:
@@ -317,3 +318,32 @@ def _shim_collectives() -> None:
 
         setattr(dist, name, on_gloo)
         setattr(dist.distributed_c10d, name, on_gloo)
+
+
+def _shim_uneven_collectives(torch: Any) -> None:
+    """Device backends take shards of different length along dimension 0; gloo does not."""
+    dist = torch.distributed
+    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+    @functools.wraps(all_gather)
+    def gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        lengths = {len(part) for part in tensor_list if part.dim()}
+        if len(lengths) < 2:
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in tensor_list]
+        all_gather(parts, padded, group=group)
+        for out, part in zip(tensor_list, parts):
+            out.copy_(part[: len(out)])
+
+    @functools.wraps(reduce_scatter)
+    def scatter(output: Any, input_list: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False):
+        if len({len(part) for part in input_list}) < 2:
+            return reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+        whole = torch.cat([part.contiguous() for part in input_list])
+        dist.all_reduce(whole, op=op, group=group)
+        start = sum(len(part) for part in input_list[: dist.get_rank(group)])
+        output.copy_(whole[start : start + len(output)])
+
+    dist.all_gather, dist.reduce_scatter = gather, scatter

@@ -84,21 +84,20 @@ class RankGroup:
 
 
 class RankGroups:
-    """One group at a time, restarted for another world size or after a failure."""
+    """One group per world size, started when first asked for and again after a failure."""
 
     def __init__(self) -> None:
-        self._group: RankGroup | None = None
+        self._groups: dict[int, RankGroup] = {}
 
     def of(self, world: int) -> RankGroup:
-        if self._group is None or self._group.world != world or not self._group.alive:
-            self.close()
-            self._group = RankGroup(world)
-        return self._group
+        if world not in self._groups or not self._groups[world].alive:
+            self._groups[world] = RankGroup(world)
+        return self._groups[world]
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
 
 
 assert "megatron" not in sys.modules, "the test process itself must stay free of trainer shims"
