@@ -90,7 +90,7 @@ class StepRecorder:
         self.ended = time.perf_counter()
         self.ended_busy = {s: self.busy.seconds(s) for s in self.sides}
 
-    def generated(self, index: int, report: RolloutReport, load_s: float) -> None:
+    def generated(self, report: RolloutReport, load_s: float) -> None:
         self._generated_tokens += report.tokens
         self._times["gen"] = max(self._times["gen"], report.busy_s)
         self._times["update_weights"] = max(self._times["update_weights"], load_s)

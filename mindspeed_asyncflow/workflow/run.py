@@ -20,16 +20,17 @@ takes groups in issue order in chunks of fixed size, so that a seed fixes every 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.dock.client import Claim, DockClient
-from mindspeed_asyncflow.errors import DeadlineExceeded, EngineError
+from mindspeed_asyncflow.errors import DeadlineExceeded, DockError, EngineError, WorkerLost
 from mindspeed_asyncflow.workflow import batcher
 from mindspeed_asyncflow.workflow.book import Issue, StepBook
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
@@ -89,6 +90,8 @@ class Run:
         finally:
             for task in tasks:
                 task.cancel()
+            with contextlib.suppress(DockError, WorkerLost):  # wakes the claims that still wait
+                await asyncio.to_thread(self.dock.seal, PARTITION)
             await asyncio.gather(*tasks, return_exceptions=True)
         trained.result()
 
@@ -109,39 +112,51 @@ class Run:
         await self.book.add(batch, groups)
         self.progressed()
 
-    async def rollout_loop(self, index: int) -> None:
-        """Prompts to answers. Between two generation batches lies the boundary where new weights are loaded."""
-        config, name = self.config, f"rollout{index}"
-        share = math.ceil(config.workflow.groups_per_step / len(self.rollouts))
-        room = max(1, config.rollout.max_running // config.algorithm.group_size)
+    async def whole_batches(self) -> AsyncIterator[list[int]]:
+        """The groups of each batch as soon as it is issued; ends with the data."""
         batch = 0
+        while await self.book.wait_for_batch(batch):
+            yield self.book.pending(batch)
+            batch += 1
+
+    async def rollout_loop(self, index: int) -> None:
+        """Prompts to answers."""
+        if self.config.workflow.max_lag == 0:  # a fixed share in one call: the same engine batch on every run
+            async for groups in self.whole_batches():
+                mine = [g for g in groups if g % len(self.rollouts) == index]
+                if mine:
+                    await self.generate(index, len(mine), group_ids=mine, at_least=len(mine))
+            return
+        share = math.ceil(self.config.workflow.groups_per_step / len(self.rollouts))
+        room = max(1, self.config.rollout.max_running // self.config.algorithm.group_size)
         while True:
-            mine = None
-            if config.workflow.max_lag == 0:  # a fixed share in one call: the same engine batch on every run
-                if not await self.book.wait_for_batch(batch):
-                    return
-                mine = [g for g in self.book.pending(batch) if g % len(self.rollouts) == index]
-                batch += 1
-                if not mine:
-                    continue
-            count = len(mine) if mine else min(share, room)
-            claim = await self.claim("rollout", count, worker=name, group_ids=mine, at_least=len(mine) if mine else 1)
-            with self.recorder.busy(name):
-                load_s = await self.sync.bring_up(index) if self.sync.is_behind(index) else 0.0
-                report = await self.rollouts[index].generate(claim.claim_id, rows_of(claim))
-            self.recorder.generated(index, report, load_s)
-            self.progressed()
+            await self.generate(index, min(share, room))
+
+    async def generate(self, index: int, groups: int, **which: Any) -> None:
+        """One generation batch; before it lies the boundary where a replica loads new weights."""
+        claim = await self.claim("rollout", groups, worker=f"rollout{index}", **which)
+        with self.recorder.busy(f"rollout{index}"):
+            load_s = await self.sync.bring_up(index) if self.sync.is_behind(index) else 0.0
+            report = await self.rollouts[index].generate(claim.claim_id, rows_of(claim))
+        self.recorder.generated(report, load_s)
+        self.progressed()
 
     async def score_loop(self) -> None:
         """Answers to rewards and advantages, whole groups only."""
+        if not self.config.workflow.overlap:
+            async for groups in self.whole_batches():
+                await self.score(len(groups), group_ids=groups, at_least=len(groups))
+            return
         while True:
-            at_least = 1 if self.config.workflow.overlap else max(1, len(self.book.pending(self.step)))
-            claim = await self.claim("reward", self.config.workflow.groups_per_step, worker="scorer", at_least=at_least)
-            report = await self.scorer.score(claim.claim_id, rows_of(claim))
-            self.recorder.scored(report)
-            if report.unscored:
-                self.drop_unscored(claim, report.unscored)
-            self.progressed()
+            await self.score(self.config.workflow.groups_per_step)
+
+    async def score(self, groups: int, **which: Any) -> None:
+        claim = await self.claim("reward", groups, worker="scorer", **which)
+        report = await self.scorer.score(claim.claim_id, rows_of(claim))
+        self.recorder.scored(report)
+        if report.unscored:
+            self.drop_unscored(claim, report.unscored)
+        self.progressed()
 
     def drop_unscored(self, claim: Claim, unscored: dict[int, str]) -> None:
         """A group without any score leaves its batch: the step trains with what is left."""

@@ -1,0 +1,138 @@
+"""The loops over fake engines: schedules, the staleness law, ends and failures."""
+
+import time
+
+import pytest
+
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.errors import DeadlineExceeded, EngineError
+from tests.workflow.fakes import FakePool, FakeRollout, FakeTrain, prompts_of, run_loops
+
+
+def config(steps=6, max_lag=1, groups=4, replicas=1, **more):
+    sections = {
+        "trainer": {"steps": steps},
+        "algorithm": {"group_size": 2},
+        "workflow": {"groups_per_step": groups, "max_lag": max_lag, "watchdog_s": 5.0},
+        "rollout": {"replicas": replicas, "max_new_tokens": 2},
+    }
+    for name, values in more.items():
+        sections.setdefault(name, {}).update(values)
+    return Config.model_validate(sections)
+
+
+def test_delayed_update_samples_with_versions_0_0_1_2(tmp_path):
+    out = run_loops(config(steps=5), tmp_path, prompts_of(100, 4))
+    assert [set(v) for v in out.train.seen_versions[:5]] == [{0}, {0}, {1}, {2}, {3}]
+    assert max(out.recorder.lags) == 1
+
+
+def test_lag_0_trains_every_token_at_the_version_that_sampled_it(tmp_path):
+    """B44: a slow trainer, six steps."""
+    out = run_loops(config(max_lag=0), tmp_path, prompts_of(100, 4), train=FakeTrain(delay_s=0.01))
+    assert [set(v) for v in out.train.seen_versions[:6]] == [{0}, {1}, {2}, {3}, {4}, {5}]
+    assert set(out.recorder.lags) == {0}
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_law_holds_and_nothing_is_lost_for_any_window_and_pool(tmp_path, max_lag, replicas):
+    rollouts = [FakeRollout(delay_s=0.004 * i) for i in range(replicas)]
+    out = run_loops(config(max_lag=max_lag, replicas=replicas), tmp_path, prompts_of(100, 4), rollouts=rollouts)
+    window = out.run.window
+    assert max(out.recorder.lags) <= max_lag
+    assert (window.issued, window.trained, window.open) == (48, 48, 0)
+    assert [len(r) for r in out.train.rows[:6]] == [8] * 6
+    assert out.dock_used_bytes == 0
+
+
+def test_an_answer_whose_oldest_token_is_too_old_is_dropped_counted_and_asked_again(tmp_path):
+    """B44: the newest token is fresh, the oldest is three versions back; the claim refuses the answer."""
+    rollout = FakeRollout()
+
+    class Stale(FakeTrain):
+        def optim_step(self, denominator):
+            # Batches from step 4 on pretend that their first token is old, until one of them was dropped.
+            rollout.lead_tokens_from = 0 if self.version == 3 else None
+            return super().optim_step(denominator)
+
+    out = run_loops(config(steps=8), tmp_path, prompts_of(100, 4), rollouts=[rollout], train=Stale())
+    window = out.run.window
+    assert window.dropped["stale"] > 0
+    assert max(out.recorder.lags) <= 1
+    assert window.issued == window.trained + window.dropped["stale"]
+    assert [len(r) for r in out.train.rows[:8]] == [8] * 8
+
+
+@pytest.mark.parametrize(("drop_last", "sizes"), [(True, [8] * 8), (False, [8, 8, 4, 8, 8, 4, 8, 8])])
+def test_epochs_follow_one_another_and_a_short_batch_is_trained_short(tmp_path, drop_last, sizes):
+    """B45: ten prompts, batch 4, eight steps."""
+    out = run_loops(config(steps=8), tmp_path, prompts_of(10, 4, drop_last=drop_last))
+    assert [len(r) for r in out.train.rows[:8]] == sizes
+
+
+@pytest.mark.parametrize(("drop_last", "steps"), [(True, 2), (False, 3)])
+def test_end_of_the_data_ends_the_run_in_order(tmp_path, drop_last, steps):
+    """B45: epochs 1; the run says so and keeps what it trained."""
+    out = run_loops(config(steps=8), tmp_path, prompts_of(10, 4, epochs=1, drop_last=drop_last))
+    assert out.train.version == steps
+    assert "data ends after" in out.recorder.ended_early
+    assert out.run.window.open == 0
+
+
+def test_a_rollout_error_after_two_samples_ends_the_run_with_that_error(tmp_path):
+    """B46: the root error arrives, nothing is saved as final."""
+    saved = []
+    with pytest.raises(RuntimeError, match="the engine broke"):
+        run_loops(
+            config(trainer={"save_every": 1}),
+            tmp_path,
+            prompts_of(100, 4),
+            rollouts=[FakeRollout(fail_after=2)],
+            before=lambda run: saved.append(run.window),
+        )
+    assert saved[0].trained == 0
+
+
+def test_a_run_without_progress_stops_and_names_who_waits(tmp_path):
+    """B47: collectors that never answer."""
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"(?s)workflow\.watchdog_s.*trainer.*train"):
+        run_loops(
+            config(workflow={"watchdog_s": 1.0}), tmp_path, prompts_of(100, 4), rollouts=[FakeRollout(silent_s=3.0)]
+        )
+    assert time.monotonic() - began < 12
+
+
+def test_groups_without_scores_leave_their_step_and_are_counted(tmp_path):
+    pool = FakePool()
+    pool.silent_truths = {"1", "2"}
+    out = run_loops(config(steps=3), tmp_path, prompts_of(100, 4), pool=pool)
+    window = out.run.window
+    assert [len(r) for r in out.train.rows[:3]] == [4, 8, 8]
+    assert dict(window.dropped) == {"unscored": 4}
+    assert window.issued == window.trained + 4
+
+
+def test_non_finite_steps_in_a_row_stop_the_run_and_name_the_tensor(tmp_path):
+    """B26: one bad step is counted and survived, three in a row are not."""
+    once = FakeTrain()
+    once.bad_steps = {1}
+    assert run_loops(config(), tmp_path, prompts_of(100, 4), train=once).recorder.skipped == 1
+    always = FakeTrain()
+    always.bad_steps = set(range(10))
+    with pytest.raises(EngineError, match=r"layer\.weight.*trainer\.max_bad_steps"):
+        run_loops(config(), tmp_path, prompts_of(100, 4), train=always)
+
+
+def test_one_task_at_a_time_trains_the_same_rows_as_overlapped(tmp_path):
+    kwargs = dict(steps=4, max_lag=0)
+    overlapped = run_loops(config(**kwargs), tmp_path / "a", prompts_of(100, 4))
+    in_turn = run_loops(config(**kwargs, workflow={"overlap": False}), tmp_path / "b", prompts_of(100, 4))
+    assert [sorted(v) for v in overlapped.train.seen_versions] == [sorted(v) for v in in_turn.train.seen_versions]
+    assert overlapped.train.denominators == in_turn.train.denominators
+
+
+def test_every_step_divides_by_the_tokens_of_its_global_batch(tmp_path):
+    out = run_loops(config(steps=3), tmp_path, prompts_of(100, 4))
+    assert out.train.denominators == [16.0, 16.0, 16.0]
