@@ -12,12 +12,15 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also where the package is not installed
 
 import trl_run
 from measured import EDGE, Measured, limiting_part, median_ratio
@@ -209,6 +212,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is under way is ended on the way out
     out = empty_folder(arguments.out.absolute())
     reason = trl_run.set_up() if arguments.with_trl else ""
     if reason:
