@@ -1,4 +1,4 @@
-"""Everything that travels between the parts of a run. Arrays are numpy on the host; shape and unit beside each field."""
+"""Everything that travels between the parts of a run: numpy arrays on the host, shape and unit beside each field."""
 
 from __future__ import annotations
 
