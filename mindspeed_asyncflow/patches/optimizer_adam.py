@@ -32,7 +32,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._update: Callable[..., Any] = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] = int(group.get("step", 0)) + 1
             params = [p for p in group["params"] if p.grad is not None]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mindspeed_asyncflow.platforms.packing import PackedLayout
+from mindspeed_asyncflow.platforms.packing import PackedLayout, SlotIndex
 
 NPU_MASK_SIDE = 2048  # npu_fusion_attention wants this fixed causal mask with sparse_mode 3
 NPU_MAX_SAMPLES = 1024  # longest list of sequence ends that it takes
@@ -112,29 +112,29 @@ class _ToPadded(torch.autograd.Function):
     """[T, ...] tokens -> [P, ...] slots. Both directions are gathers: each token owns exactly one slot."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-        ctx.layout = layout
-        return x.index_select(0, layout.token_of_slot)
+    def forward(ctx: Any, x: torch.Tensor, index: SlotIndex) -> torch.Tensor:
+        ctx.index = index
+        return x.index_select(0, index.token_of_slot)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         # a padding slot repeats a token, but nothing real depends on it: its gradient is zero
-        return grads[0].index_select(0, ctx.layout.slot_of_token), None
+        return grads[0].index_select(0, ctx.index.slot_of_token), None
 
 
 class _FromPadded(torch.autograd.Function):
     """[P, ...] slots -> [T, ...] tokens; padding slots get a zero gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-        ctx.layout = layout
-        return x.index_select(0, layout.slot_of_token)
+    def forward(ctx: Any, x: torch.Tensor, index: SlotIndex) -> torch.Tensor:
+        ctx.index = index
+        return x.index_select(0, index.slot_of_token)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        out = grads[0].index_select(0, ctx.layout.token_of_slot)
-        if ctx.layout.padding_slots is not None:
-            out.index_fill_(0, ctx.layout.padding_slots, 0.0)
+        out = grads[0].index_select(0, ctx.index.token_of_slot)
+        if ctx.index.padding_slots is not None:
+            out.index_fill_(0, ctx.index.padding_slots, 0.0)
         return out, None
 
 
@@ -147,8 +147,9 @@ def attention_packed(
     """
     if _torch_npu(q) is not None:
         return _npu_attention_packed(q, k, v, layout, scale)
-    if layout.token_of_slot is not None:
-        q, k, v = (_ToPadded.apply(t, layout) for t in (q, k, v))
+    index = layout.index
+    if index is not None:
+        q, k, v = (_ToPadded.apply(t, index) for t in (q, k, v))
     outs = []
     for bucket in layout.buckets:
         rows = slice(bucket.start, bucket.start + bucket.rows * bucket.length)
@@ -158,7 +159,7 @@ def attention_packed(
         )  # [B, Nq, L, D]
         outs.append(out.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[2]))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return out if layout.slot_of_token is None else _FromPadded.apply(out, layout)
+    return out if index is None else _FromPadded.apply(out, index)
 
 
 def _npu_attention_packed(

@@ -152,19 +152,19 @@ class CoreAttention(MegatronModule):
         attention_bias: Any = None,
         packed_seq_params: PackedBatch | None = None,
     ) -> torch.Tensor:  # [T/cp, 1, Nq * D]
-        if packed_seq_params is None or packed_seq_params.layout is None:
-            raise TypeError("CoreAttention takes packed samples: pass a PackedBatch with a layout")
-        cos, sin = packed_seq_params.cos, packed_seq_params.sin
+        layout, cos, sin = (getattr(packed_seq_params, name, None) for name in ("layout", "cos", "sin"))
+        if layout is None or cos is None or sin is None:
+            raise TypeError("CoreAttention takes packed samples: pass PackedBatch.make(...) as packed_seq_params")
         q, k = (kernels.rotary(t.squeeze(1), cos, sin) for t in (query, key))
         v = value.squeeze(1)
         if self.cp == 1:
-            return kernels.attention_packed(q, k, v, packed_seq_params.layout, self.scale).unsqueeze(1)
+            return kernels.attention_packed(q, k, v, layout, self.scale).unsqueeze(1)
         group = parallel_state.get_context_parallel_group()
         repeat = self.cp // math.gcd(k.shape[1], self.cp)
         if repeat > 1:  # fewer key/value heads than ranks
             k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, v))
         q, k, v = (tokens_to_heads(t, group, self.cp) for t in (q, k, v))
-        out = kernels.attention_packed(q, k, v, packed_seq_params.layout, self.scale)
+        out = kernels.attention_packed(q, k, v, layout, self.scale)
         out = heads_to_tokens(out.view(out.shape[0], q.shape[1], q.shape[2]), group, self.cp)
         return out.reshape(out.shape[0], 1, -1)
 

@@ -26,18 +26,21 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLayout:
-    """Index tensors of one micro-batch, shared by all layers. T packed tokens, P >= T padded slots."""
+class SlotIndex:
+    """Between T packed tokens and P >= T padded slots."""
 
-    lengths: tuple[int, ...]
-    buckets: tuple[Bucket, ...]
-    token_of_slot: torch.Tensor | None  # int64 [P]; a padding slot repeats its sample's last token. None: identity
-    slot_of_token: torch.Tensor | None  # int64 [T]. None: identity
+    token_of_slot: torch.Tensor  # int64 [P]; a padding slot repeats its sample's last token
+    slot_of_token: torch.Tensor  # int64 [T]
     padding_slots: torch.Tensor | None  # int64 [P - T]; None: no padding
 
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """How the samples of one micro-batch lie; shared by all layers."""
+
+    lengths: tuple[int, ...]  # tokens of each sample
+    buckets: tuple[Bucket, ...]
+    index: SlotIndex | None  # None: one bucket without padding, tokens are slots
 
 
 def cut_buckets(lengths: np.ndarray) -> list[np.ndarray]:
@@ -61,7 +64,7 @@ def pack_layout(cu_seqlens: np.ndarray, device: torch.device | str = "cpu") -> P
     lengths = np.diff(cu_seqlens).astype(np.int64)
     if (lengths == lengths[0]).all():
         bucket = Bucket(rows=len(lengths), length=int(lengths[0]), start=0)
-        return PackedLayout(tuple(lengths.tolist()), (bucket,), None, None, None)
+        return PackedLayout(tuple(lengths.tolist()), (bucket,), None)
     total = int(cu_seqlens[-1])
     slot_of_token = np.empty(total, np.int64)
     token_of_slot, padding, buckets, start = [], [], [], 0
@@ -82,10 +85,5 @@ def pack_layout(cu_seqlens: np.ndarray, device: torch.device | str = "cpu") -> P
         return torch.from_numpy(array).to(device)
 
     pads = np.concatenate(padding)
-    return PackedLayout(
-        tuple(lengths.tolist()),
-        tuple(buckets),
-        put(np.concatenate(token_of_slot)),
-        put(slot_of_token),
-        put(pads) if len(pads) else None,
-    )
+    index = SlotIndex(put(np.concatenate(token_of_slot)), put(slot_of_token), put(pads) if len(pads) else None)
+    return PackedLayout(tuple(lengths.tolist()), tuple(buckets), index)

@@ -77,6 +77,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 def test_shims_change_where_code_runs():
     command = [sys.executable, "-W", "ignore", "-c", IN_A_TRAINER]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)

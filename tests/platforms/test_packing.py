@@ -64,17 +64,18 @@ def test_changing_one_sample_leaves_the_others_bit_equal():
 
 def test_equal_lengths_need_no_index():
     layout = pack_layout(ends(4, 4, 4))
-    assert layout.token_of_slot is None and layout.slot_of_token is None
+    assert layout.index is None
     assert [(b.rows, b.length) for b in layout.buckets] == [(3, 4)]
 
 
 def test_each_token_owns_one_slot_and_padding_repeats_its_own_sample():
     cu = ends(3, 2, 4)
     layout = pack_layout(cu)
-    assert torch.equal(layout.token_of_slot[layout.slot_of_token], torch.arange(9))
+    index = layout.index
+    assert torch.equal(index.token_of_slot[index.slot_of_token], torch.arange(9))
     sample_of = np.repeat([0, 1, 2], [3, 2, 4])
     for bucket in layout.buckets:
-        rows = layout.token_of_slot[bucket.start :][: bucket.rows * bucket.length].view(bucket.rows, bucket.length)
+        rows = index.token_of_slot[bucket.start :][: bucket.rows * bucket.length].view(bucket.rows, bucket.length)
         assert all(len({sample_of[t] for t in row}) == 1 for row in rows.tolist())
 
 

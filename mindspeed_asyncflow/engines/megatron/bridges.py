@@ -44,7 +44,7 @@ class _LocalSpec:
 
     def __init__(self, hf_config: Any, *, settings: dict[str, Any], temperature: float, **kwargs: Any) -> None:
         self._settings, self._temperature = settings, temperature
-        super().__init__(hf_config, **kwargs)
+        super().__init__(hf_config, **kwargs)  # type: ignore[call-arg]
 
     def _adjust_mapping_for_shared_weights(self) -> None:
         if getattr(self.hf_config, "tie_word_embeddings", False):  # type: ignore[attr-defined]
@@ -126,6 +126,8 @@ def make_bridge(folder: str, trainer: TrainerConfig, platform: Platform, dtype: 
     hf_config = AutoConfig.from_pretrained(folder)
     if hf_config.model_type not in BRIDGES:
         raise DataError(f"{folder}: model type {hf_config.model_type!r} is not one of {', '.join(sorted(BRIDGES))}")
+    if getattr(hf_config, "use_sliding_window", False):
+        raise DataError(f"{folder}: sliding-window attention is not supported by the trainer")
     return BRIDGES[hf_config.model_type](
         hf_config,
         dtype=dtype,

@@ -31,7 +31,7 @@ class PolicyModel(GPTModel):
     def __init__(self, *args: Any, temperature: float, true_vocab: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.temperature, self.true_vocab = temperature, true_vocab
-        self.rotary_pos_emb = NoRotary(self.rotary_pos_emb.inv_freq)
+        self.rotary_pos_emb = NoRotary(self.rotary_pos_emb.inv_freq)  # type: ignore[has-type]
         if self.post_process and self.config.sequence_parallel:
             # positions are picked from the gathered sequence, so the gather, and the reduction of its gradient, happen
             # before the output layer instead of inside it
@@ -56,7 +56,7 @@ class PolicyModel(GPTModel):
         if len(hidden) <= rows:
             return self._score(hidden, labels.targets)
         parts = [
-            checkpoint(self._score, h, t, use_reentrant=False)
+            checkpoint(self._score, h, t, use_reentrant=False, preserve_rng_state=False)
             for h, t in zip(hidden.split(rows), labels.targets.split(rows))
         ]
         return torch.cat(parts, dim=1)

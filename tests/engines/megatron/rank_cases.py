@@ -89,6 +89,44 @@ def cuts(rank: int, folder: str, sizes: dict, samples: list, ways: list) -> list
     return found
 
 
+def scored_in_cuts(rank: int, folder: str, samples: list, ways: list) -> list[np.ndarray]:
+    """Log-probabilities for each way to cut the samples into micro-batches."""
+    with engine(rank, folder, {}) as made:
+        return [np.concatenate(made.logprobs(cut(samples, way))) for way in ways]
+
+
+def chunked_head(rank: int, folder: str, sizes: dict, samples: list) -> list[dict[str, np.ndarray]]:
+    """Gradients with the output layer computed in one piece and three rows at a time."""
+    from mindspeed_asyncflow.engines.megatron import model
+
+    whole, found = model.LOGITS_PER_CHUNK, []
+    with engine(rank, folder, sizes) as made:
+        for limit in (whole, 3 * made.chunks[-1].output_layer.output_size_per_partition):
+            model.LOGITS_PER_CHUNK = limit
+            made.forward_backward(cut(samples, (8,)))
+            found.append(gradients(made))
+            made.step.clear()
+    model.LOGITS_PER_CHUNK = whole
+    return found
+
+
+def nothing_trained(rank: int, folder: str, samples: list) -> dict[str, Any]:
+    """A batch of which every sample is masked out, and its optimizer step."""
+    samples = [{**s, "mask": np.zeros_like(s["mask"])} for s in samples]
+    with engine(rank, folder, {}) as made:
+        before = {name: t.numpy() for name, t in made.export_weights()}
+        metrics = made.forward_backward(cut(samples, (8,)))
+        grads = gradients(made)
+        report = made.optim_step(metrics["tokens_count"])
+        after = {name: t.numpy() for name, t in made.export_weights()}
+    return {
+        "metrics": metrics,
+        "zero": all(not g.any() for g in grads.values()),
+        "applied": report.applied,
+        "unchanged": all(np.array_equal(before[n], after[n]) for n in before),
+    }
+
+
 def bad_gradient(rank: int, folder: str, sizes: dict, samples: list, bad_rank: int, value: float) -> dict[str, Any]:
     with engine(rank, folder, sizes) as made:
         before = {name: t.numpy() for name, t in made.export_weights()}
@@ -109,6 +147,11 @@ def bad_gradient(rank: int, folder: str, sizes: dict, samples: list, bad_rank: i
             "finite_after": all(np.isfinite(t.numpy()).all() for _, t in made.export_weights()),
             "metrics": metrics,
         }
+
+
+def exported_names(rank: int, folder: str, sizes: dict) -> list[str]:
+    with engine(rank, folder, sizes) as made:
+        return [name for name, _ in made.export_weights()]
 
 
 def round_trip(rank: int, folder: str, sizes: dict, out: str) -> None:

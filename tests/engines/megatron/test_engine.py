@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import rank_cases
-from rank_group import RankGroups
 from tiny_models import make_model, make_samples, reference
 
 pytestmark = pytest.mark.slow
@@ -44,13 +43,6 @@ def world_of(sizes):
 
 
 CASES.sort(key=lambda case: world_of(case[1]))
-
-
-@pytest.fixture(scope="module")
-def groups():
-    groups = RankGroups()
-    yield groups
-    groups.close()
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +119,40 @@ def test_gradient_does_not_depend_on_the_cut(groups, models):
         for other in found[1:]:
             worst = max(distance(other[n], g) for n, g in found[0].items())
             assert worst < 1e-6
+
+
+def test_logprobs_do_not_depend_on_the_cut(groups, models):
+    """B25: micro-batches of 1 and of 8 samples; at equal weights the policy ratio is 1 within 1e-5."""
+    ways = [(8,), (1,) * 8, (3, 5)]
+    (found,) = groups.of(1).run(rank_cases.scored_in_cuts, folder=models["qwen2"][0], samples=make_samples(), ways=ways)
+    for other in found[1:]:
+        assert np.abs(np.exp(other - found[0]) - 1).max() < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [{}, SP2], ids=["one", "tensor"])
+def test_output_layer_in_pieces_gives_the_same_gradient(groups, models, sizes):
+    for whole, pieces in groups.of(world_of(sizes)).run(
+        rank_cases.chunked_head, folder=models["qwen2"][0], sizes=sizes, samples=make_samples()
+    ):
+        assert max(distance(pieces[n], g) for n, g in whole.items()) < 1e-5
+
+
+def test_a_batch_without_a_trained_token_changes_nothing(groups, models):
+    """B09: loss 0, gradients 0, no nan, no step."""
+    (found,) = groups.of(1).run(rank_cases.nothing_trained, folder=models["qwen2"][0], samples=make_samples())
+    assert found["metrics"]["loss_sum"] == 0 and found["metrics"]["tokens_count"] == 0
+    assert found["zero"] and found["unchanged"] and not found["applied"]
+
+
+def test_export_is_in_layer_order(groups, models):
+    """Also where a pipeline rank holds layers 0, 1, 4, 5 ...: first the embedding, then layers, then the rest."""
+    (names, other) = groups.of(2).run(
+        rank_cases.exported_names, folder=models["qwen3"][0], sizes={**PP2, "virtual_pipeline": 2}
+    )
+    assert names == other
+    layers = [int(n.split(".")[2]) if ".layers." in n else None for n in names]
+    assert layers[0] is None and names[0] == "model.embed_tokens.weight" and names[-1] == "model.norm.weight"
+    assert layers[1:-1] == sorted(layers[1:-1]) and set(layers[1:-1]) == {0, 1, 2, 3}
 
 
 def test_interleaved_pipeline_is_right_every_time(groups, models, references):

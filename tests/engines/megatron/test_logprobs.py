@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import rank_cases
 import torch
 
 from mindspeed_asyncflow.engines.megatron.logprobs import token_logprobs
@@ -78,17 +79,10 @@ def test_no_rows_is_allowed():
 
 
 @pytest.mark.slow
-def test_two_ranks_with_half_the_vocabulary_each_agree_with_one():
-    import rank_cases
-    from rank_group import RankGroup
-
+def test_two_ranks_with_half_the_vocabulary_each_agree_with_one(groups):
     rng = np.random.default_rng(2)
     logits, targets = rng.normal(size=(6, 10)).astype(np.float32), np.array([0, 4, 5, 8, 2, 7])
-    group = RankGroup(2)
-    try:
-        first, second = group.run(rank_cases.tensor_parallel_logprobs, logits=logits, targets=targets, size=9)
-    finally:
-        group.close()
+    first, second = groups.of(2).run(rank_cases.tensor_parallel_logprobs, logits=logits, targets=targets, size=9)
     whole = torch.from_numpy(logits).requires_grad_()
     logprob, entropy = token_logprobs(whole, torch.from_numpy(targets), temperature=0.7, vocab_size=9)
     (logprob * torch.arange(1.0, 7.0)).sum().backward()
