@@ -21,7 +21,9 @@ class HostModel:
 
     def __init__(self, folder: str, dtype: str) -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         self.weights = read_folder(folder)
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)

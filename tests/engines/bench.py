@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from pathlib import Path
 
@@ -85,6 +86,33 @@ class Bench:
         self.engine = make_engine(kind, policies["a"].folder, rollout)
         self._relay = RelayWriter(f"/dev/shm/asyncflow-test-{uuid.uuid4().hex}")
         self._version = 0
+        self._permits: int | None = None  # steps that answers may still take; None: free running
+        self._step = self.engine._backend.step
+        self.engine._backend.step = self._gated_step
+
+    def _gated_step(self) -> list:
+        if self._permits == 0:
+            time.sleep(0.001)
+            return []
+        if self._permits is not None:
+            self._permits -= 1
+        return self._step()
+
+    def hold(self) -> None:
+        """From now on answers grow only by `advance`, so that a test decides where a cut falls."""
+        self._permits = 0
+
+    def advance(self, count: int) -> None:
+        """Let every running answer grow by exactly `count` tokens."""
+        deadline = time.monotonic() + 60.0
+        self._permits = count
+        while self._permits:
+            assert time.monotonic() < deadline, "the engine thread took no steps for 60 s"
+            time.sleep(0.001)
+        self.engine.abort(())  # ends nothing, but returns after the last of these steps
+
+    def release(self) -> None:
+        self._permits = None
 
     def publish(self, name: str) -> WeightManifest:
         self._version += 1
@@ -98,6 +126,7 @@ class Bench:
 
     def ready(self) -> None:
         """Back to RUNNING with policy "a", whatever the last test left."""
+        self.release()
         self.engine.abort()
         if self.engine.state == "SLEEPING":
             self.engine.wake()

@@ -59,14 +59,22 @@ def test_temperature_zero_takes_the_likeliest_token_and_reports_its_raw_value(be
 
 
 def test_scores_of_sampled_answers_equal_their_sampling_logprobs(bench: Bench) -> None:
-    """B32: the ids that come back are the ids that were sampled. Whole batch, up to the full model length."""
-    requests = [ask(f"r{i}", LONG[: 1 + 6 * i], MAX_LEN - 50 * i - 1 - 6 * i, seed=i) for i in range(4)]
+    """B32: the ids that come back are the ids that were sampled. Different lengths in one batch."""
+    requests = [ask(f"r{i}", LONG[: 1 + 6 * i], 120 - 35 * i, seed=i) for i in range(4)]
     answers = bench.answer(*requests)
     for _ in range(2):  # the second time the prompts are cached
         scores = bench.engine.score([(r.prompt_ids, c.token_ids) for r, c in zip(requests, answers, strict=True)])
         for done, score in zip(answers, scores, strict=True):
             assert score.dtype == np.float32
             assert np.abs(score - done.logprobs).max() < TOLERANCE
+
+
+def test_a_sequence_as_long_as_the_model_is_scored_and_a_longer_one_refused(bench: Bench) -> None:
+    full = np.random.default_rng(0).integers(0, VOCAB, MAX_LEN).astype(np.int32)
+    (score,) = bench.engine.score([(full[:5], full[5:])])
+    assert np.abs(score - bench.policies["a"].logprobs(full[:5], full[5:])).max() < TOLERANCE
+    with pytest.raises(EngineError, match="201 tokens exceeds the model length 200"):
+        bench.engine.score([(full[:6], full[5:])])
 
 
 def test_scoring_disturbs_no_running_answer(bench: Bench) -> None:
@@ -133,23 +141,25 @@ def test_more_requests_than_places_are_all_answered(bench: Bench) -> None:
 def test_aborted_answers_come_back_and_can_be_continued(bench: Bench) -> None:
     """Contract test 6: no token lost or doubled, joined log-probs as of one answer."""
     ids = prompt(4, 5, 6)
-    stream = bench.engine.generate([ask(f"r{i}", ids, 150, seed=i) for i in range(3)], 60.0)
-    wait_for_tokens(bench, 3)
+    bench.hold()
+    stream = bench.engine.generate([ask(f"r{i}", ids, 40, seed=i) for i in range(3)], 60.0)
+    bench.advance(15)
     bench.engine.abort(["r1", "r2", "unknown"])
     partial = {c.request_id: c for c in [next(stream), next(stream)]}
-    assert {c.finish_reason for c in partial.values()} == {"abort"}
+    assert {(i, c.finish_reason, len(c.token_ids)) for i, c in partial.items()} == {
+        ("r1", "abort", 15),
+        ("r2", "abort", 15),
+    }
     done = partial["r1"]
-    assert 0 < len(done.token_ids) < 150 and done.spans[-1].end == len(done.token_ids)
-    resumed = GenRequest(
-        "r1", ids, ask("x", ids, 150).sampling, 1, done.token_ids, done.logprobs, done.spans
-    )  # an id is free again once its answer came back
+    spec = ask("x", ids, 40).sampling
+    resumed = GenRequest("r1", ids, spec, 1, done.token_ids, done.logprobs, done.spans)  # its id is free again
+    bench.release()
     (joined,) = bench.answer(resumed)
-    assert len(joined.token_ids) == 150
-    assert joined.token_ids[: len(done.token_ids)].tolist() == done.token_ids.tolist()
+    assert joined.token_ids[:15].tolist() == done.token_ids.tolist()
     assert np.abs(joined.logprobs - bench.policies["a"].logprobs(ids, joined.token_ids)).max() < TOLERANCE
-    assert [(s.start, s.end) for s in joined.spans] == [(0, 150)]
+    assert [(s.start, s.end) for s in joined.spans] == [(0, 40)]
     (untouched,) = list(stream)
-    assert (untouched.request_id, untouched.finish_reason, len(untouched.token_ids)) == ("r0", "length", 150)
+    assert (untouched.request_id, untouched.finish_reason, len(untouched.token_ids)) == ("r0", "length", 40)
 
 
 def test_a_deadline_names_who_is_late_and_frees_the_engine(bench: Bench) -> None:
@@ -214,10 +224,3 @@ def test_vllm_and_the_reference_agree_on_greedy_tokens(house: House, policies: d
         unsure = (top[:, 0] - top[:, 1] < TOLERANCE).nonzero()
         sure = int(unsure[0]) if len(unsure) else 60
         assert left.token_ids[:sure].tolist() == right.token_ids[:sure].tolist()
-
-
-def wait_for_tokens(bench: Bench, requests: int) -> None:
-    """Let the running requests sample a few tokens: scoring takes at least one step of the engine."""
-    for _ in range(4):
-        bench.engine.score([(prompt(1), prompt(1))])
-    assert len(bench.engine._backend.progress()) == requests

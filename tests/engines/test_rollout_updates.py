@@ -12,7 +12,7 @@ import torch
 
 from mindspeed_asyncflow.config.schema import RolloutConfig
 from mindspeed_asyncflow.errors import DeadlineExceeded, EngineError, WeightSyncError
-from mindspeed_asyncflow.records import Completion, VersionSpan
+from mindspeed_asyncflow.records import Completion
 from mindspeed_asyncflow.reshard import relay
 from tests.engines.bench import TOLERANCE, Bench, House, ask, make_engine, prompt
 
@@ -62,12 +62,6 @@ def assert_other_weights_and_back(bench: Bench) -> None:
     assert after.tolist() == before.tolist()
 
 
-def steps(bench: Bench, count: int) -> None:
-    """Let running answers grow: each of these scores takes at least one step of the engine."""
-    for _ in range(count):
-        bench.engine.score([(prompt(1), prompt(1))])
-
-
 def test_the_same_weights_three_times_change_nothing(bench: Bench) -> None:
     """Contract test 3, B67."""
     assert_identity_updates_change_nothing(bench)
@@ -80,14 +74,21 @@ def test_other_weights_and_back(bench: Bench) -> None:
 
 def test_a_cached_prefix_does_not_survive_an_update(bench: Bench) -> None:
     """B67 (contract test 7): same prompt before and after, idle and with a request running, three updates."""
-    background = bench.engine.generate([ask("background", LONG, 150, seed=9)], 60.0)
+    bench.hold()
+    background = bench.engine.generate([ask("background", LONG, 40, seed=9)], 60.0)
     names = {bench.engine.version: "a"}
     for round_, name in enumerate(["b", "a", "b"]):
-        bench.answer(ask(f"fill{round_}", LONG, 2, seed=round_))
+        fill = bench.engine.generate([ask(f"fill{round_}", LONG, 2, seed=round_)], 60.0)
+        bench.advance(3)
+        assert len(list(fill)) == 1
         names[bench.serve(name).version] = name
-        (done,) = bench.answer(ask(f"again{round_}", LONG, 12, seed=round_))
+        again = bench.engine.generate([ask(f"again{round_}", LONG, 8, seed=round_)], 60.0)
+        bench.advance(8)
+        (done,) = again
         assert np.abs(done.logprobs - bench.policies[name].logprobs(LONG, done.token_ids)).max() < TOLERANCE
+    bench.release()
     (done,) = background
+    assert [s.end for s in done.spans] == [3, 14, 25, 40]
     assert_each_token_is_of_its_version(bench, done, LONG, names)
 
 
@@ -95,27 +96,32 @@ def test_running_answers_continue_with_new_weights_and_know_the_cut(bench: Bench
     """B44, contract test 5: four versions in one answer, each token of its version, none lost or doubled."""
     names = {bench.engine.version: "a"}
     first = bench.engine.version
-    stream = bench.engine.generate([ask(f"r{i}", LONG[: 5 * i + 1], 140, seed=i) for i in range(6)], 60.0)
-    for name in ("b", "a", "b"):
-        steps(bench, 3)
+    bench.hold()
+    stream = bench.engine.generate([ask(f"r{i}", LONG[: 5 * i + 1], 30 + i, seed=i) for i in range(6)], 60.0)
+    for name, count in (("b", 7), ("a", 1), ("b", 12)):
+        bench.advance(count)
         names[bench.serve(name).version] = name
+    bench.release()
     answers = list(stream)
     assert len(answers) == 6
     for done in answers:
-        assert_each_token_is_of_its_version(bench, done, LONG[: 5 * int(done.request_id[1:]) + 1], names)
-        assert len(done.token_ids) == 140
+        index = int(done.request_id[1:])
+        assert_each_token_is_of_its_version(bench, done, LONG[: 5 * index + 1], names)
         assert [s.version for s in done.spans] == list(names)
+        assert [s.end for s in done.spans] == [7, 8, 20, 30 + index]
         assert (done.version_min, done.version_max) == (first, first + 3)
 
 
 def test_without_clearing_the_cache_the_check_above_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract test 5, negative control: stale keys and values are visible to the comparison."""
     names = {bench.engine.version: "a"}
+    bench.hold()
+    stream = bench.engine.generate([ask("r", LONG, 20, seed=1)], 60.0)
+    bench.advance(5)
     monkeypatch.setattr(bench.engine._backend, "clear_caches", lambda: None)
-    stream = bench.engine.generate([ask("r", LONG, 100, seed=1)], 60.0)
-    steps(bench, 3)
     names[bench.serve("b").version] = "b"
     monkeypatch.undo()
+    bench.release()
     (done,) = stream
     assert len(done.spans) == 2
     with pytest.raises(AssertionError):
@@ -125,48 +131,50 @@ def test_without_clearing_the_cache_the_check_above_fails(bench: Bench, monkeypa
 def test_an_aborted_answer_continues_under_new_weights(bench: Bench) -> None:
     """Partial answers keep their tokens, log-probs and versions across abort, update and resume (contract test 6)."""
     names = {bench.engine.version: "a"}
-    request = ask("r", LONG, 120, seed=4)
+    request = ask("r", LONG, 30, seed=4)
+    bench.hold()
     stream = bench.engine.generate([request], 60.0)
-    steps(bench, 3)
+    bench.advance(11)
     bench.engine.pause("abort")
     (part,) = stream
-    assert part.finish_reason == "abort" and len(part.token_ids) > 0
+    assert (part.finish_reason, len(part.token_ids)) == ("abort", 11)
     names[bench.serve("b").version] = "b"
     assert bench.engine.state == "PAUSED"  # it was paused before
     bench.engine.resume()
+    bench.release()
     (done,) = bench.answer(
         replace(request, resume_ids=part.token_ids, resume_logprobs=part.logprobs, resume_spans=part.spans)
     )
-    assert [s.version for s in done.spans] == list(names)
-    assert done.spans[0] == VersionSpan(part.version_min, 0, len(part.token_ids))
-    assert len(done.token_ids) == 120
+    assert [(s.version, s.end) for s in done.spans] == list(zip(names, (11, 30), strict=True))
+    assert done.token_ids[:11].tolist() == part.token_ids.tolist()
     assert_each_token_is_of_its_version(bench, done, LONG, names)
 
 
 def test_a_frozen_engine_samples_nothing_and_queues_what_arrives(bench: Bench) -> None:
     """Contract test 9: queued requests survive a pause and an update."""
-    stream = bench.engine.generate([ask("running", prompt(1), 150)], 60.0)
-    steps(bench, 2)
+    bench.hold()
+    stream = bench.engine.generate([ask("running", prompt(1), 30)], 60.0)
+    bench.advance(4)
     bench.engine.pause("keep")
-    frozen = bench.engine._backend.progress()
+    bench.release()
     late = bench.engine.generate([ask("late", prompt(2), 5)], 60.0)
     with pytest.raises(EngineError, match="1 frozen requests"):
         bench.engine.score([PAIR])
     bench.serve("b")
-    assert (bench.engine.state, bench.engine._backend.progress()) == ("PAUSED", frozen)
+    assert (bench.engine.state, bench.engine._backend.progress()) == ("PAUSED", {"running": 4})
     bench.engine.resume()
     (queued,) = late
     assert [s.version for s in queued.spans] == [bench.engine.version]
     (done,) = stream
-    assert done.spans[0].end == frozen["running"] and len(done.token_ids) == 150
+    assert [s.end for s in done.spans] == [4, 30]
 
 
 def test_pause_wait_completes_what_runs_and_holds_the_rest(bench: Bench) -> None:
-    stream = bench.engine.generate([ask("running", prompt(1), 60)], 60.0)
+    stream = bench.engine.generate([ask("running", prompt(1), 20)], 60.0)
     bench.engine.pause("wait")
     assert (bench.engine.state, bench.engine._backend.progress()) == ("PAUSED", {})
     (done,) = stream
-    assert len(done.token_ids) == 60
+    assert len(done.token_ids) == 20
     bench.engine.resume()
 
 
@@ -210,8 +218,10 @@ def test_a_failure_while_loading_leaves_dirty_until_a_complete_update(
 ) -> None:
     """Contract test 8: requests come back as aborted, nothing is generated, the next update heals completely."""
     engine = bench.engine
-    stream = engine.generate([ask("running", LONG, 150)], 60.0)
-    steps(bench, 2)
+    bench.hold()
+    stream = engine.generate([ask("running", LONG, 50)], 60.0)
+    bench.advance(2)
+    bench.release()
     if paused:
         engine.pause()
     good = relay.RelayReader.__iter__
@@ -269,6 +279,14 @@ def test_a_manifest_that_does_not_fit_is_refused_before_anything_changes(
     assert_serves(bench, "a")
 
 
+def test_served_weights_are_copies(bench: Bench) -> None:
+    """The relay recycles its slots; an engine that still looked into one would change its policy silently."""
+    bench.serve("a")
+    for _ in range(4):
+        bench.publish("b")
+    assert_serves(bench, "a")
+
+
 def test_a_tied_head_may_travel_or_stay_away(bench: Bench) -> None:
     """Contract test 11: trainers differ in whether they export the output head of a tied model."""
     tensors = dict(bench.policies["b"].tensors())
@@ -316,7 +334,8 @@ def test_a_closed_or_broken_engine_says_so_to_every_caller(house: House, monkeyp
     engine.close()
     engine.close()
     closed = make_engine("reference", folder, RolloutConfig())
-    stream = closed.generate([ask("r", prompt(1), 190)], 60.0)
+    closed.pause()
+    stream = closed.generate([ask("r", prompt(1), 5)], 60.0)
     closed.close()
     assert [c.finish_reason for c in stream] == ["abort"]
     with pytest.raises(EngineError, match="closed"):
@@ -325,13 +344,13 @@ def test_a_closed_or_broken_engine_says_so_to_every_caller(house: House, monkeyp
 
 def test_pause_wait_gives_up_at_its_deadline_and_goes_on(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = house.bench("reference", "dense")
-    monkeypatch.setattr(bench.engine, "_timeout_s", 0.3)
-    step = bench.engine._backend.step
-    monkeypatch.setattr(bench.engine._backend, "step", lambda: (__import__("time").sleep(0.05), step())[1])
-    stream = bench.engine.generate([ask("r", prompt(1), 30)], 60.0)
+    bench.hold()
+    stream = bench.engine.generate([ask("r", prompt(1), 5)], 60.0)
+    monkeypatch.setattr(bench.engine, "_timeout_s", 1.0)
     with pytest.raises(DeadlineExceeded, match="pause until running answers are complete"):
         bench.engine.pause("wait")
     late = bench.engine.generate([ask("late", prompt(1), 2)], 60.0)
+    bench.release()
     assert (bench.engine.state, len(list(stream)), len(list(late))) == ("RUNNING", 1, 1)
 
 

@@ -150,6 +150,9 @@ class VLLMBackend:
         return engine_id
 
     def step(self) -> list[Finished]:
+        return self._advance()
+
+    def _advance(self) -> list[Finished]:
         outputs, _ = self._core.step()
         finished, self._spill = self._spill, []
         for output in outputs[0].outputs if outputs else ():
@@ -205,7 +208,7 @@ class VLLMBackend:
         self._scores = dict.fromkeys(ids)
         spill: list[Finished] = []
         while any(value is None for value in self._scores.values()):
-            spill += self.step()
+            spill += self._advance()
         self._spill = spill
         scores, self._scores = self._scores, {}
         return [_tail(scores[i], len(response)) for i, (_, response) in zip(ids, sequences, strict=True)]

@@ -35,6 +35,7 @@ def prepare(tensor_parallel: int, threads: int, cpu: bool) -> None:
         OMP_NUM_THREADS=str(threads),
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if cpu:
         cores = sorted(os.sched_getaffinity(0))
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = worker_cores(cores, tensor_parallel, threads)
