@@ -31,7 +31,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.12",
     packages=find_packages(include=["mindspeed_asyncflow", "mindspeed_asyncflow.*"]),
-    package_data={"mindspeed_asyncflow": ["**/*.txt", "**/*.yaml", "**/*.html", "**/*.json", "py.typed"]},
+    package_data={"mindspeed_asyncflow": ["**/*.txt", "**/*.yaml", "**/*.html", "**/*.json"]},
     install_requires=[
         "numpy>=1.26",  # arrays of records, dock and relay
         "pydantic>=2.12",  # typed settings
