@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from mindspeed_asyncflow.errors import WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
@@ -43,6 +44,7 @@ class Remote:
 
     async def build(self, recipe: Callable[..., Any], *args: Any) -> Remote:
         self.pid = await self._await(self._handle.build.remote(recipe, *args))
+        get_logger("service").debug("%s is process %d", self._name, self.pid)
         return self
 
     async def get(self, attribute: str) -> Any:
@@ -64,7 +66,9 @@ class Remote:
             raise WorkerLost(f"{self._name} (process {self.pid or '?'}) died: {_short(error)}") from None
 
     def kill(self) -> None:
-        ray.kill(self._handle, no_restart=True)
+        """End the process; nothing to do where Ray itself has gone."""
+        with contextlib.suppress(RayError):
+            ray.kill(self._handle, no_restart=True)
 
 
 def _short(error: Exception) -> str:

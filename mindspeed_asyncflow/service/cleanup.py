@@ -1,14 +1,24 @@
-"""No process and no shared memory of a run survives the run."""
+"""No process and no shared memory of a run survives the run, however the driver ends.
+
+Every process of a run inherits a mark in its environment, so that it is found wherever it was re-parented to. A small
+reaper process holds a pipe to the driver: when the driver is gone without having cleaned up, it does.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
 
+from mindspeed_asyncflow.service import reaper
+
 SHM = Path("/dev/shm")
+MARK = "ASYNCFLOW_RUN_MARK"
 _NAME = re.compile(r"asyncflow-(\d+)-")
 
 
@@ -33,18 +43,47 @@ def remove_own_shm() -> None:
         file.unlink(missing_ok=True)
 
 
-def descendants() -> list[psutil.Process]:
-    """All processes below this one, now."""
-    return psutil.Process().children(recursive=True)
+def mark_environment() -> str:
+    """Mark this process's environment, and with it that of every process started from now on."""
+    value = f"{os.getpid()}-{time.time_ns()}"
+    os.environ[MARK] = value
+    return f"{MARK}={value}"
+
+
+def start_reaper(mark: str, scratch: Path | None) -> subprocess.Popen:
+    """Start the process that cleans up if this one dies; `scratch` is a folder to remove then."""
+    return subprocess.Popen(
+        [sys.executable, "-S", reaper.__file__, mark, str(os.getpid()), str(scratch or "")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a Ctrl-C at the terminal is for the driver
+    )
+
+
+def stop_reaper(process: subprocess.Popen, timeout_s: float = 5.0) -> None:
+    """The driver has cleaned up."""
+    process.communicate(b"clean", timeout=timeout_s)
+
+
+def run_processes(mark: str, scratch: Path | None, spare: int = 0) -> list[psutil.Process]:
+    """Processes of the run other than this one and `spare`, the reaper."""
+    found = []
+    for pid in reaper.processes_of(mark, str(scratch or "")):
+        if pid != spare and psutil.pid_exists(pid):
+            found.append(psutil.Process(pid))
+    return found
 
 
 def end_processes(processes: list[psutil.Process], grace_s: float = 3.0) -> list[str]:
-    """Wait `grace_s` for the processes to end, then kill what is left; returns the names of the killed."""
+    """Wait `grace_s` for the processes to end, then kill what is left; returns "pid name" of the killed."""
     _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    killed = []
     for process in alive:
         try:
+            killed.append(f"{process.pid} {process.name()}")
             process.kill()
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(alive, timeout=grace_s)
-    return [f"{p.pid}" for p in alive]
+    return killed

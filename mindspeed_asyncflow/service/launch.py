@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -83,7 +84,9 @@ class _Launch:
         self.metrics = MetricsWriter(folder, tensorboard=config.observe.tensorboard)
         self.session: Session | None = None
         self.recorder: StepRecorder | None = None
-        self.started = False
+        self.mark = cleanup.mark_environment()
+        self.reaper: subprocess.Popen | None = None
+        self.last_words: dict[int, str] = {}
 
     def run(self) -> None:
         config, say = self.config, self.progress.phase
@@ -105,13 +108,13 @@ class _Launch:
         self.recorder = StepRecorder(config, self.metrics, SamplesWriter(self.folder), self.progress, decode)
         self.session = Session(config, self.folder, model_folder, tokenizer, prompts, self.recorder)
         say("starting Ray")
-        self.started = True
+        self.reaper = cleanup.start_reaper(self.mark, self.cluster.make_folder())
         self.cluster.start()
         asyncio.run(self._main())
 
     async def _main(self) -> None:
         loop, main = asyncio.get_running_loop(), asyncio.current_task()
-        assert main is not None and self.session is not None
+        assert main is not None and self.session is not None and self.recorder is not None
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, main.cancel)
         ticker = asyncio.create_task(self._tick())
@@ -122,15 +125,13 @@ class _Launch:
             await session.train()
             say("evaluating held-out prompts")
             await session.sync.bring_all_up()
-            assert self.recorder is not None
-            self.recorder.evaluated(session.sync.newest.version, await session.evaluate())
+            self.recorder.evaluated(session.version, await session.evaluate())
             say("saving checkpoint and policy")
             await session.save(len(self.recorder.rewards))
             say("")
+            await session.close()  # in order; after a failure `end` kills instead
         finally:
             ticker.cancel()
-            self.processes = cleanup.descendants()
-            await session.close()
 
     async def _tick(self) -> None:
         while True:
@@ -138,22 +139,23 @@ class _Launch:
             self.progress.tick()
 
     def end(self) -> None:
-        """Close, then make sure. A second Ctrl-C must not leave processes behind."""
+        """End every process and remove what they shared. A second Ctrl-C must not leave anything behind."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        processes = {p.pid: p for p in [*getattr(self, "processes", []), *cleanup.descendants()]}
-        if self.started:
-            self.last_words = self._last_words()
-            self.cluster.stop()
-        killed = cleanup.end_processes(list(processes.values()))
+        self.metrics.close()
+        if self.reaper is None:
+            return
+        if self.session is not None:
+            self.session.kill()
+            self.last_words = {w.pid: self.cluster.last_words(w.pid) for w in self.session.workers if w.pid}
+        self.cluster.stop()
+        left = cleanup.run_processes(self.mark, self.cluster.folder, spare=self.reaper.pid)
+        killed = cleanup.end_processes(left)
         if killed:
             get_logger("service").debug("killed at the end: %s", ", ".join(killed))
         cleanup.remove_own_shm()
-        self.metrics.close()
-
-    def _last_words(self) -> dict[int, str]:
-        workers = self.session.workers if self.session else []
-        return {w.pid: self.cluster.last_words(w.pid) for w in workers if w.pid}
+        self.cluster.remove_folder()
+        cleanup.stop_reaper(self.reaper)
 
     def report(self, error: BaseException | None, wall_s: float) -> int:
         """Summary, trace, report and closing words; returns the exit code."""
@@ -171,7 +173,7 @@ class _Launch:
         elif error is not None:
             print(f"error: {error}", file=sys.stderr, flush=True)
         if isinstance(error, WorkerLost):
-            for pid, words in getattr(self, "last_words", {}).items():
+            for pid, words in self.last_words.items():
                 if f"process {pid})" in str(error) and words:
                     print(f"last words of process {pid}:\n{words}", file=sys.stderr)
         if error is not None and not isinstance(error, AsyncFlowError):

@@ -57,6 +57,12 @@ class Cluster:
         self.cpus = config.run.ray_cpus
         self.folder: Path | None = None
 
+    def make_folder(self) -> Path | None:
+        """The scratch folder of a private Ray; None where a running one is used."""
+        if not os.environ.get("RAY_ADDRESS"):
+            self.folder = Path(tempfile.mkdtemp(prefix="asyncflow-ray-"))  # short: Ray puts sockets in it
+        return self.folder
+
     def start(self) -> None:
         """Environment of all workers first: they inherit it from here."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -69,7 +75,7 @@ class Cluster:
         paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
         if root not in paths:
             os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
-        if os.environ.get("RAY_ADDRESS"):
+        if self.folder is None:
             ray.init(log_to_driver=False, logging_level=logging.WARNING)
         else:
             self._start_private()
@@ -78,7 +84,6 @@ class Cluster:
     def _start_private(self) -> None:
         for noisy in ("ray._private.accelerators.npu", "ray._private.authentication.authentication_token_setup"):
             logging.getLogger(noisy).setLevel(logging.CRITICAL)  # the first looks for a library of NPU machines
-        self.folder = Path(tempfile.mkdtemp(prefix="asyncflow-ray-"))  # short: Ray puts sockets in it
         declared = None
         if self.platform_name == "cpu":
             declared = {DEVICE: float(sum(d.count * d.devices_each for d in self.wanted))}
@@ -104,5 +109,7 @@ class Cluster:
 
     def stop(self) -> None:
         ray.shutdown()
+
+    def remove_folder(self) -> None:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)

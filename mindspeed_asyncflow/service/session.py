@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.data.prompts import Prompt, PromptSet, PromptStream
 from mindspeed_asyncflow.data.tokenizers import stop_token_ids
 from mindspeed_asyncflow.dock.client import DockClient
-from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded
-from mindspeed_asyncflow.observe.log import get_logger
+from mindspeed_asyncflow.errors import DeadlineExceeded
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.actors import Remote, spawn
@@ -169,19 +167,25 @@ class Session:
         await asyncio.gather(*(t.save(str(folder), extra) for t in self.trainers))
         link(folder / "hf", self.folder.hf)
 
+    @property
+    def version(self) -> int:
+        """Newest published policy version."""
+        return self.sync.newest.version if self.sync.newest is not None else 0
+
     async def close(self) -> None:
-        """Ask every worker to close; the caller kills what does not."""
-        if self.dock is not None:
-            await asyncio.to_thread(self.dock.close)
-        began = time.monotonic()
-        closing = [asyncio.ensure_future(w.close()) for w in reversed(self.workers) if w.pid]
-        if closing:
-            await asyncio.wait(closing, timeout=CLOSE_S)
-        for task in closing:
-            if task.done() and isinstance(task.exception(), AsyncFlowError):
-                get_logger("service").debug("while closing: %s", task.exception())
+        """Ask every worker to close; `kill` ends those that do not."""
+        assert self.dock is not None
+        closing = [asyncio.ensure_future(w.close()) for w in reversed(self.workers)]
+        _, late = await asyncio.wait(closing, timeout=CLOSE_S)
+        for task in late:
             task.cancel()
-        get_logger("service").debug("workers closed in %.1f s", time.monotonic() - began)
+        await asyncio.gather(*closing, return_exceptions=True)
+        self.dock.close()
+
+    def kill(self) -> None:
+        """End the processes of all workers now."""
+        for worker in self.workers:
+            worker.kill()
 
 
 def link(target: Path, name: Path) -> None:

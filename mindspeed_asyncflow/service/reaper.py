@@ -1,0 +1,65 @@
+"""Ends what a dead driver left. A script of its own, standard library only: MARK DRIVER_PID SCRATCH_FOLDER.
+
+Waits for the end of its standard input. The word "clean" before it means that the driver has cleaned up itself.
+"""
+
+import glob
+import os
+import shutil
+import signal
+import sys
+import time
+
+GRACE_S = 2.0  # workers that notice the death by themselves end in order
+ROUNDS = 20
+
+
+def processes_of(mark: str, scratch: str) -> list[int]:
+    """Other processes that carry `mark` in their environment or have a file open below the folder `scratch`.
+
+    The second is needed because a process that sets its title, as Ray's do, overwrites what is seen of its
+    environment; its output still goes to a log file in the scratch folder.
+    """
+    return [int(e) for e in os.listdir("/proc") if e.isdigit() and int(e) != os.getpid() and _belongs(e, mark, scratch)]
+
+
+def _belongs(pid: str, mark: str, scratch: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            if mark.encode() in file.read().split(b"\0"):
+                return True
+        files = os.listdir(f"/proc/{pid}/fd") if scratch else []
+    except OSError:  # gone, or not ours
+        return False
+    for number in files:
+        try:
+            if os.readlink(f"/proc/{pid}/fd/{number}").startswith(scratch):
+                return True
+        except OSError:  # closed meanwhile
+            continue
+    return False
+
+
+def main() -> None:
+    mark, driver, scratch = sys.argv[1:4]
+    if sys.stdin.buffer.read() == b"clean":
+        return
+    time.sleep(GRACE_S)
+    for _ in range(ROUNDS):  # a process may start another one while we look
+        left = processes_of(mark, scratch)
+        if not left:
+            break
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.1)
+    for path in glob.glob(f"/dev/shm/asyncflow-{driver}-*"):
+        os.unlink(path)
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

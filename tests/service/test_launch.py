@@ -1,0 +1,165 @@
+"""Whole runs as a user starts them: real Ray, real processes, real engines."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+ROOT = Path(__file__).parents[2]
+DEFAULT = ROOT / "configs" / "qwen_tiny_cpu.yaml"
+SMALL = ["trainer.steps=4", "workflow.groups_per_step=8", "evaluation.prompts=16"]
+ENDLESS = [*SMALL, "trainer.steps=100000", "data.epochs=100000", "rollout.engine=reference"]
+
+pytestmark = pytest.mark.slow
+
+
+class Job:
+    """`asyncflow train` in a process of its own."""
+
+    def __init__(self, base, config, *settings):
+        self.base = Path(base)
+        command = [sys.executable, "-m", "mindspeed_asyncflow", "train", str(config), "--set", f"run.folder={base}"]
+        for setting in settings:
+            command += ["--set", setting]
+        self.output = self.base.with_suffix(".out")
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.output.open("w"), stderr=subprocess.STDOUT)
+        self.seen: dict[int, psutil.Process] = {}
+
+    @property
+    def text(self):
+        return self.output.read_text()
+
+    def wait_for(self, phrase, timeout_s=150):
+        deadline = time.monotonic() + timeout_s
+        while phrase not in self.text:
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < deadline, f"{phrase!r} did not appear:\n{self.text}"
+            self.watch()
+            time.sleep(0.2)
+
+    def watch(self):
+        self.seen |= {p.pid: p for p in psutil.Process(self.process.pid).children(recursive=True)}
+
+    def wait(self, timeout_s=240):
+        return self.process.wait(timeout_s)
+
+    def leftover_processes(self):
+        _, alive = psutil.wait_procs(list(self.seen.values()), timeout=0.1)
+        return [p.name() for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def leftovers(self):
+        return self.leftover_processes() + list(Path("/dev/shm").glob(f"asyncflow-{self.process.pid}-*"))
+
+    @property
+    def folder(self):
+        return self.base / "latest"
+
+    @property
+    def summary(self):
+        return json.loads((self.folder / "summary.json").read_text())
+
+
+def finished(job):
+    assert job.wait() == 0, job.text
+    return job.summary
+
+
+def balanced(summary):
+    return summary["samples_issued"] == (
+        summary["samples_trained"] + summary["samples_dropped"] + summary["samples_open"]
+    )
+
+
+def test_the_default_job_learns_within_its_time_and_accounts_for_every_sample(tmp_path):
+    job = Job(tmp_path / "runs", DEFAULT)
+    summary = finished(job)
+    assert summary["steps"] == 60
+    assert summary["reward_first"] < 0.4 and summary["reward_last"] >= 0.80
+    assert summary["heldout_greedy"] >= 0.95
+    assert summary["max_lag"] == 1
+    assert summary["rollout_train_logprob_gap_max"] <= 2e-4
+    assert balanced(summary) and summary["samples_trained"] == 60 * 256
+    for name in ("config.yaml", "metrics.jsonl", "report.html", "trace/trace.json", "hf/model.safetensors"):
+        assert (job.folder / name).stat().st_size > 0, name
+    assert len((job.folder / "metrics.jsonl").read_text().splitlines()) == 60
+    processes = {e["args"]["name"] for e in trace(job) if e["name"] == "process_name"}
+    assert {"rollout0", "trainer0", "scorer"} <= processes
+
+
+def trace(job):
+    return json.loads((job.folder / "trace" / "trace.json").read_text())["traceEvents"]
+
+
+def test_lag_0_trains_the_same_weights_twice_on_a_seed(tmp_path):
+    weights = []
+    for name in ("first", "second"):
+        job = Job(tmp_path / name, DEFAULT, "workflow.max_lag=0", "trainer.steps=3")
+        assert finished(job)["max_lag"] == 0
+        weights.append(load_file(job.folder / "hf" / "model.safetensors"))
+    assert weights[0].keys() == weights[1].keys()
+    assert all((weights[0][k] == weights[1][k]).all() for k in weights[0])
+
+
+def test_tensor_and_pipeline_parallel_trainer_feeds_two_replicas(tmp_path):
+    summary = finished(Job(tmp_path / "runs", ROOT / "configs" / "debug" / "tp2_pp2_two_replicas.yaml"))
+    assert summary["steps"] == 5 and balanced(summary)
+    assert summary["rollout_train_logprob_gap_max"] <= 2e-4
+
+
+def test_reference_engine_and_kl_run_without_vllm(tmp_path):
+    settings = [*SMALL, "rollout.engine=reference", "algorithm.kl_coef=0.01", "algorithm.tis_cap=2.0"]
+    job = Job(tmp_path / "runs", DEFAULT, *settings)
+    assert finished(job)["samples_trained"] == 4 * 64
+    last = json.loads((job.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["actor/kl_loss"] > 0 and last["rollout_corr/is_mean"] > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_process_within_15_s(tmp_path, number):
+    """B97: nothing of the run is left, and the same job starts again."""
+    job = Job(
+        tmp_path / "runs", DEFAULT, *SMALL, "trainer.steps=100000", "data.epochs=100000", "rollout.engine=reference"
+    )
+    job.wait_for("step 1/")
+    job.watch()
+    job.process.send_signal(number)
+    assert job.wait(15) == 130, job.text
+    assert job.leftovers() == []
+    assert "stopped by a signal" in job.summary["error"]
+
+
+@pytest.mark.parametrize("victim", ["rollout", "trainer", "driver"])
+def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(tmp_path, victim):
+    """B47, B97: kill -9 after step 1."""
+    job = Job(
+        tmp_path / "runs", DEFAULT, *SMALL, "trainer.steps=100000", "data.epochs=100000", "rollout.engine=reference"
+    )
+    job.wait_for("step 1/")
+    job.watch()
+    began = time.monotonic()
+    if victim == "driver":
+        job.process.kill()
+        job.wait(15)
+        while job.leftover_processes() and time.monotonic() - began < 15:
+            time.sleep(0.2)
+        assert job.leftover_processes() == []
+        return
+    os.kill(pid_of(job, victim), signal.SIGKILL)
+    assert job.wait(15) == 1, job.text
+    assert f"{victim}0" in job.summary["error"]
+    assert not (job.folder / "checkpoints").exists()
+    assert job.leftovers() == []
+
+
+def pid_of(job, worker):
+    for line in (job.folder / "log.txt").read_text().splitlines():
+        if f"{worker}0 is process" in line:
+            return int(line.rsplit(" ", 1)[1])
+    raise AssertionError(f"no process id of {worker}0 in the log")

@@ -1,0 +1,29 @@
+import pytest
+
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.service.placement import check_feasible, demands
+
+
+def config(trainers, replicas, rollout_tp=1):
+    return Config.model_validate(
+        {"trainer": {"data_parallel": trainers}, "rollout": {"replicas": replicas, "tensor_parallel": rollout_tp}}
+    )
+
+
+def test_devices_that_cannot_come_are_refused_at_once_with_wanted_available_and_keys():
+    """B93: four devices asked on a cluster with two."""
+    with pytest.raises(PlatformError) as caught:
+        check_feasible(demands(config(2, 1, rollout_tp=2)), {"CPU": 64.0, "NPU": 2.0})
+    message = str(caught.value)
+    assert "wants 4 NPUs" in message and "has 2" in message
+    assert "trainer.tensor_parallel" in message and "rollout.replicas" in message
+
+
+def test_a_cluster_without_the_resource_has_none():
+    with pytest.raises(PlatformError, match="has 0"):
+        check_feasible(demands(config(1, 1)), {"CPU": 4.0})
+
+
+def test_exactly_enough_devices_is_enough():
+    check_feasible(demands(config(2, 2)), {"NPU": 4.0})
