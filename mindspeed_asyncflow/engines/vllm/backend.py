@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from mindspeed_asyncflow.reshard.relay import manifest_to_json
 
 CPU_BLOCK_TOKENS = 32  # smallest KV block that vLLM's fast CPU attention takes; prefixes are shared in whole blocks
 MAX_STEP_TOKENS = 16384  # most tokens of one step; longer prefills are cut
+SHARED_MEMORY = Path("/dev/shm")
 RESUME_SEED_STRIDE = 0x9E3779B97F4A7C15  # resumed answers draw fresh noise, still a function of (seed, position)
 
 
@@ -78,6 +80,8 @@ class VLLMBackend:
             self._core.collective_rpc("init_weight_transfer_engine", args=({},))
         if cpu:
             self._core.collective_rpc("seed_every_row")
+        if cpu and rollout.tensor_parallel > 1:
+            self._unlink_collective_memory()
         self._rows: dict[str, _Row] = {}  # engine id -> row; engine ids are never used twice
         self._ids: dict[str, str] = {}  # request id -> engine id
         self._count = 0
@@ -93,6 +97,13 @@ class VLLMBackend:
             expert_parallel=not cpu,
             notes="sleep frees no memory on CPU" if cpu else "",
         )
+
+    def _unlink_collective_memory(self) -> None:
+        """Take away the names of the memory that the workers reduce over. All have mapped it by now, and vLLM itself
+        never removes the names, not even in an orderly end."""
+        for prefix in set(self._core.collective_rpc("collective_prefix")):
+            for file in SHARED_MEMORY.glob(f"{prefix}-*-cpushm_*"):
+                file.unlink(missing_ok=True)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 

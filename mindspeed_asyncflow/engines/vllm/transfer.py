@@ -5,6 +5,7 @@ vLLM imports this module by name in each worker (`worker_extension_cls`), which 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +111,10 @@ class RelayWorker:
         """Close a complete update; returns the fingerprint of the bytes that this worker loaded."""
         self._relay_open = False
         return self._relay_loaded or self.weight_transfer_engine.loaded
+
+    def collective_prefix(self) -> str:
+        """How the names of the shared-memory files begin over which vLLM's CPU workers reduce."""
+        return os.environ["VLLM_DIST_IDENT"]
 
     def seed_every_row(self) -> None:
         """Make sampling on CPU obey per-request seeds in every batch.

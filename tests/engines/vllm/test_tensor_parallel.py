@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,12 @@ PAIR = (prompt(*range(40)), prompt(3, 1, 4, 1, 5, 9, 2, 6))
 @pytest.fixture(scope="module")
 def two_workers(house: House) -> Bench:
     return house.bench("vllm", "dense", tensor_parallel=2)
+
+
+def test_no_name_of_the_workers_shared_memory_is_left(two_workers: Bench) -> None:
+    """What has a name while the engine lives would outlive it after a hard kill."""
+    assert two_workers.engine.state == "RUNNING"
+    assert list(Path("/dev/shm").glob("*-tp:0-*-cpushm_*")) == []
 
 
 def test_two_workers_agree_with_the_full_model(two_workers: Bench) -> None:
