@@ -101,7 +101,8 @@ class VLLMBackend:
     def _unlink_collective_memory(self) -> None:
         """Take away the names of the memory that the workers reduce over. All have mapped it by now, and vLLM itself
         never removes the names, not even in an orderly end."""
-        for prefix in set(self._core.collective_rpc("collective_prefix")):
+        prefixes: list[str] = self._core.collective_rpc("collective_prefix")
+        for prefix in set(prefixes):
             for file in SHARED_MEMORY.glob(f"{prefix}-*-cpushm_*"):
                 file.unlink(missing_ok=True)
 
