@@ -75,6 +75,17 @@ def run_processes(mark: str, scratch: Path | None, spare: int = 0) -> list[psuti
     return found
 
 
+def shared_files(processes: list[psutil.Process]) -> set[Path]:
+    """Shared-memory files that the processes have mapped: libraries give them random names and leave some behind."""
+    found = set()
+    for process in processes:
+        try:
+            found |= {Path(m.path) for m in process.memory_maps() if m.path.startswith(f"{SHM}/")}
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
 def end_processes(processes: list[psutil.Process], grace_s: float = 3.0) -> list[str]:
     """Wait `grace_s` for the processes to end, then kill what is left; returns "pid name" of the killed."""
     _, alive = psutil.wait_procs(processes, timeout=grace_s)

@@ -145,6 +145,7 @@ class _Launch:
         self.metrics.close()
         if self.reaper is None:
             return
+        shared = cleanup.shared_files(cleanup.run_processes(self.mark, self.cluster.folder, spare=self.reaper.pid))
         if self.session is not None:
             self.session.kill()
             self.last_words = {w.pid: self.cluster.last_words(w.pid) for w in self.session.workers if w.pid}
@@ -154,6 +155,8 @@ class _Launch:
         if killed:
             get_logger("service").debug("killed at the end: %s", ", ".join(killed))
         cleanup.remove_own_shm()
+        for file in shared:
+            file.unlink(missing_ok=True)
         self.cluster.remove_folder()
         cleanup.stop_reaper(self.reaper)
 

@@ -119,6 +119,7 @@ class Session:
         self.sync.probe = [(p.ids, ids) for p, (ids, _) in zip(chosen, answers) if len(ids)]
 
     async def train(self) -> None:
+        assert self.dock is not None
         self.run = Run(
             self.config,
             self.dock,

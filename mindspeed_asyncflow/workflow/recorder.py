@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +28,7 @@ class BusyClock:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._total: Counter[str] = Counter()
+        self._total: defaultdict[str, float] = defaultdict(float)
         self._since: dict[str, float] = {}
 
     @contextlib.contextmanager
@@ -65,7 +65,7 @@ class StepRecorder:
         self.ended_early: str = ""
         self._parts: list[Mapping[str, float]] = []
         self._scores: dict[int, float] = {}  # reward by row, until trained
-        self._times: Counter[str] = Counter()
+        self._times: defaultdict[str, float] = defaultdict(float)
         self._step_rewards: list[float] = []
         self._zero_std: list[bool] = []
         self._lag_oldest: list[int] = []
@@ -103,6 +103,11 @@ class StepRecorder:
             if why not in self._recent:
                 self._recent.append(why)
                 get_logger("reward").warning("answer of row %d has no score: %s", row, why)
+
+    def dropped(self, rows: np.ndarray) -> None:
+        """Rows that will not be trained."""
+        for row in rows:
+            self._scores.pop(int(row), None)
 
     def referenced(self, busy_s: float) -> None:
         self._times["reference"] = max(self._times["reference"], busy_s)
@@ -143,9 +148,8 @@ class StepRecorder:
         self.rewards.append(float(np.mean(self._step_rewards)) if self._step_rewards else float("nan"))
         self.lags.update(self._lag_oldest)
         self._trained_tokens += self._tokens
-        metrics = reduce_sums(self._parts)
-        metrics |= describe("reward", self._step_rewards)
-        metrics |= self._sample_metrics() | self._times_of(finish, wall)
+        metrics = reduce_sums([*self._parts, self._sample_parts()] if self._step_rewards else self._parts)
+        metrics |= self._reward_metrics() | self._times_of(finish, wall)
         metrics |= {
             "actor/grad_norm": optim.grad_norm,
             "actor/lr": optim.lr,
@@ -173,16 +177,23 @@ class StepRecorder:
         self.progress.step(step, metrics)
         self._reset(now)
 
-    def _sample_metrics(self) -> dict[str, float]:
-        n = max(1, len(self._step_rewards))
+    def _sample_parts(self) -> dict[str, float]:
         return {
+            "groups_count": len(self._zero_std),
+            "reward/zero_std_fraction_sum": sum(self._zero_std),
+            "staleness_sum": sum(self._lag_newest),
+            "staleness/max": max(self._lag_newest),
+            "staleness/worst_sum": sum(self._lag_oldest),
+            "staleness/worst_max": max(self._lag_oldest),
+            "staleness/version_span_sum": sum(o - n + 1 for o, n in zip(self._lag_oldest, self._lag_newest)),
+            "staleness/version_span_max": max(o - n + 1 for o, n in zip(self._lag_oldest, self._lag_newest)),
+        }
+
+    def _reward_metrics(self) -> dict[str, float]:
+        asked = max(1, len(self._step_rewards) + self._abstained)
+        return describe("reward", self._step_rewards) | {
             "reward/std": float(np.std(self._step_rewards)) if self._step_rewards else float("nan"),
-            "reward/zero_std_fraction": float(np.mean(self._zero_std)) if self._zero_std else float("nan"),
-            "reward/abstained_fraction": self._abstained / (n + self._abstained),
-            "staleness/mean": float(np.mean(self._lag_newest or [0])),
-            "staleness/max": max(self._lag_newest, default=0),
-            "staleness/worst_mean": float(np.mean(self._lag_oldest or [0])),
-            "staleness/worst_max": max(self._lag_oldest, default=0),
+            "reward/abstained_fraction": self._abstained / asked,
         }
 
     def _times_of(self, finish: Sequence[FinishReport], wall: float) -> dict[str, float]:

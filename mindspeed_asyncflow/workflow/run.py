@@ -214,6 +214,7 @@ class Run:
             return None
         for group, rows, reason in claim.dropped:
             self.window.dropped[reason] += len(rows)
+            self.recorder.dropped(rows)
             batch, issue = self.book.close_group(int(group))
             await self.put(batch, [issue])
         return claim if len(claim.rows) else None

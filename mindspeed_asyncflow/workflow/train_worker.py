@@ -81,7 +81,7 @@ class TrainWorker:
             by_row = {s.row: s for s in samples}
             sums = self.engine.forward_backward([pack([by_row[r] for r in batch]) for batch in mine])
         shown = samples[:samples_wanted]
-        truths = self.dock.read([s.row for s in shown], ["truth"])["truth"] if shown else []
+        truths = self.dock.read(rows[: len(shown)], ["truth"])["truth"] if shown else []
         return ChunkReport(
             sums | lengths(samples, finish),
             time.perf_counter() - began,

@@ -224,9 +224,7 @@ def run_loops(config: Config, tmp_path, batches, *, rollouts=None, train=None, p
     async def main() -> Run:
         first = await trainer.start(0, sync.probe)
         sync.publish(first.manifest, first.probe)
-        run = Run(
-            config, client(), batches, remote_rollouts, scorer, [], [trainer], [0], sync, recorder, nothing, save
-        )
+        run = Run(config, client(), batches, remote_rollouts, scorer, [], [trainer], [0], sync, recorder, nothing, save)
         if before is not None:
             before(run)
         await run.train()
