@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from typing import Any
 
 from mindspeed_asyncflow.errors import PlatformError
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def resident_bytes() -> tuple[int, int]:
@@ -18,6 +21,17 @@ def resident_bytes() -> tuple[int, int]:
     except OSError:
         now = peak
     return now, peak
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc keep what is freed, as a device allocator does. Otherwise each activation is mapped anew and the
+    kernel clears its pages: 10 to 15 % of the time of a small model's step. Without glibc nothing is changed."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(M_MMAP_THRESHOLD, 1 << 30)
+    mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 class CpuPlatform:
@@ -32,6 +46,7 @@ class CpuPlatform:
         from mindspeed_asyncflow.platforms import cpu_shims
 
         torch.set_num_threads(threads)
+        _keep_freed_memory()
         cpu_shims.apply()
 
     def device(self, physical_id: int | None = None) -> Any:

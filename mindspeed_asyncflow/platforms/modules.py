@@ -6,7 +6,7 @@ Import after `Platform.prepare_trainer`: this file imports megatron.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mindspeed_asyncflow.platforms import kernels
 from mindspeed_asyncflow.platforms.packing import PackedLayout
@@ -32,15 +33,18 @@ class PackedBatch(PackedSeqParams):
     layout: PackedLayout | None = None  # of all T tokens, on every context-parallel rank
     cos: torch.Tensor | None = None  # float32 [T/cp, 1, D/2]
     sin: torch.Tensor | None = None
+    rows: torch.Tensor | None = None  # int64 [N], positions that the last layer hands on; None: all
 
     def __post_init__(self) -> None:
         self.qkv_format = "sbhd"
 
     @classmethod
-    def make(cls, layout: PackedLayout, positions: torch.Tensor, inv_freq: torch.Tensor) -> PackedBatch:
+    def make(
+        cls, layout: PackedLayout, positions: torch.Tensor, inv_freq: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> PackedBatch:
         """positions: int64 [T/cp], of the tokens that this context-parallel rank holds; inv_freq: float32 [D/2]."""
         angles = torch.outer(positions.to(inv_freq.dtype), inv_freq)[:, None, :]
-        return cls(layout=layout, cos=angles.cos(), sin=angles.sin())
+        return cls(layout=layout, cos=angles.cos(), sin=angles.sin(), rows=rows)
 
 
 class NoRotary(torch.nn.Module):
@@ -85,6 +89,21 @@ class SwigluMLP(MLP):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         gate_up, _ = self.linear_fc1(hidden_states)
         return self.linear_fc2(kernels.swiglu(gate_up))
+
+
+class LastLayer(TransformerLayer):
+    """The last layer of the model: behind its attention only the positions of `PackedBatch.rows` are computed.
+
+    Nothing attends to its output, so the feed-forward part of a prompt token there would serve nobody.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        kwargs.pop("dynamic_inference_decode_only", None)
+        hidden, context = self._forward_attention(*args, **kwargs)
+        rows = kwargs["packed_seq_params"].rows
+        if rows is not None:
+            hidden = hidden.index_select(0, rows)
+        return self._forward_mlp(hidden), context
 
 
 class _Exchange(torch.autograd.Function):
@@ -181,5 +200,7 @@ def layer_spec(config: Any, vp_stage: int | None) -> Any:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         if getattr(parts.mlp, "module", None) is MLP:  # one spec object may stand for several layers
             parts.mlp = SwigluMLP
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage):
+        block.layer_specs[-1] = replace(block.layer_specs[-1], module=LastLayer)
     block.layer_norm = RMSNorm
     return block

@@ -144,6 +144,7 @@ class MegatronTrainEngine:
             same_length=trainer.pipeline_parallel > 1,
             cp_rank=self._cp_group.rank(),
             cp_size=self._cp_group.size(),
+            prune=not trainer.sequence_parallel,
             inv_freq=self.inv_freq,
         )
         several = len(self.models) > 1

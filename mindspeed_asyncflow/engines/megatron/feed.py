@@ -31,7 +31,14 @@ class RankBatch:
 
 
 def make_rank_batch(
-    batch: MicroBatch | None, part: Trimmed, tokens: int, cp_rank: int, cp_size: int, inv_freq: torch.Tensor
+    batch: MicroBatch | None,
+    part: Trimmed,
+    tokens: int,
+    *,
+    cp_rank: int,
+    cp_size: int,
+    prune: bool,
+    inv_freq: torch.Tensor,
 ) -> RankBatch:
     """Pad `part` to `tokens` with samples of weight zero and keep the slice of this context-parallel rank."""
     pad = tokens - len(part.input_ids)
@@ -48,12 +55,18 @@ def make_rank_batch(
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(inv_freq.device)
 
+    rows = put(index - first)
     return RankBatch(
         source=batch,
         tokens=tokens,
         input_ids=put(ids[first : first + share])[None],
-        selection=Selection(put(index - first), put(part.targets[index])),
-        packed=PackedBatch.make(pack_layout(cu, inv_freq.device), put(positions[first : first + share]), inv_freq),
+        selection=Selection(rows, put(part.targets[index])),
+        packed=PackedBatch.make(
+            pack_layout(cu, inv_freq.device),
+            put(positions[first : first + share]),
+            inv_freq,
+            rows=rows if prune and 0 < len(rows) < share else None,
+        ),
         origin=put(part.origin[trained]),
         trained=put(trained),
     )
@@ -67,10 +80,12 @@ def make_rank_batches(
     same_length: bool,
     cp_rank: int,
     cp_size: int,
+    prune: bool,
     inv_freq: torch.Tensor,
 ) -> list[RankBatch]:
     """`count` batches (missing ones are filler), each a multiple of `multiple` tokens; one length if `same_length`.
 
+    prune: the last layer may leave out positions that are not trained; false where it holds a part of the sequence.
     inv_freq: float32 [D/2], the model's rotary frequencies, on the device where the batches shall be.
     """
     sources: list[MicroBatch | None] = [*batches, *[None] * (count - len(batches))]
@@ -79,6 +94,6 @@ def make_rank_batches(
     if same_length:
         sizes = [max(sizes)] * len(sizes)
     return [
-        make_rank_batch(source, part, size, cp_rank, cp_size, inv_freq)
+        make_rank_batch(source, part, size, cp_rank=cp_rank, cp_size=cp_size, prune=prune, inv_freq=inv_freq)
         for source, part, size in zip(sources, parts, sizes)
     ]

@@ -50,7 +50,7 @@ class PolicyModel(GPTModel):
         if labels is None:
             return self._logits(hidden_states)
         hidden = hidden_states
-        if len(labels.index) != len(hidden):
+        if len(labels.index) != len(hidden):  # else all are trained, or the last layer has picked them already
             hidden = hidden.index_select(0, labels.index)  # [N, 1, H]
         rows = max(1, LOGITS_PER_CHUNK // self.output_layer.output_size_per_partition)
         if len(hidden) <= rows:

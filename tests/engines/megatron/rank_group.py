@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -98,6 +97,3 @@ class RankGroups:
         for group in self._groups.values():
             group.close()
         self._groups.clear()
-
-
-assert "megatron" not in sys.modules, "the test process itself must stay free of trainer shims"
