@@ -146,3 +146,31 @@ def nearest(path: str, is_section: bool = False) -> str | None:
         if close and f"{close[0]}.{rest}" in all_paths():
             return f"{close[0]}.{rest}"
     return next(_candidates(path), None)
+
+
+def settings_page() -> str:
+    """The text of `docs/configuration.md`."""
+    lines = [
+        "# Settings",
+        "",
+        "Generated from `mindspeed_asyncflow/config/schema.py`; write it again with",
+        "`python -m mindspeed_asyncflow.config.keys > docs/configuration.md`.",
+        "",
+        "A settings file is YAML with one section per component; what it does not name keeps its default. Any key can be",
+        "set on the command line: `--set workflow.max_lag=0`. A key that does not exist, a value of the wrong type and",
+        "sizes that do not fit are refused before anything starts, with the nearest right key.",
+        "`asyncflow check FILE` prints the resolved settings and all findings.",
+    ]
+    section = ""
+    for doc in describe_keys():
+        here, name = doc.path.split(".", 1)
+        if here != section:
+            section = here
+            lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        kind = doc.type.replace("|", "\\|")
+        lines.append(f"| `{name}` | {kind} | `{doc.default}` | {doc.description} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(settings_page(), end="")
