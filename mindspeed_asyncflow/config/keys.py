@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -156,9 +157,9 @@ def settings_page() -> str:
         "Generated from `mindspeed_asyncflow/config/schema.py`; write it again with",
         "`python -m mindspeed_asyncflow.config.keys > docs/configuration.md`.",
         "",
-        "A settings file is YAML with one section per component; what it does not name keeps its default. Any key can be",
-        "set on the command line: `--set workflow.max_lag=0`. A key that does not exist, a value of the wrong type and",
-        "sizes that do not fit are refused before anything starts, with the nearest right key.",
+        "A settings file is YAML with one section per component; what it does not name keeps its default. Any key can",
+        "be set on the command line: `--set workflow.max_lag=0`. A key that does not exist, a value of the wrong type",
+        "and sizes that do not fit are refused before anything starts, with the nearest right key.",
         "`asyncflow check FILE` prints the resolved settings and all findings.",
     ]
     section = ""
@@ -167,7 +168,8 @@ def settings_page() -> str:
         if here != section:
             section = here
             lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
-        kind = doc.type.replace("|", "\\|")
+        choices = re.sub(r"Literal\[([^]]*)]", lambda m: m[1].replace("'", "").replace(", ", " | "), doc.type)
+        kind = choices.replace("|", "\\|")
         lines.append(f"| `{name}` | {kind} | `{doc.default}` | {doc.description} |")
     return "\n".join(lines) + "\n"
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from types import ModuleType
 from typing import Any
 
 from mindspeed_asyncflow.data.problem import Problem
 from mindspeed_asyncflow.errors import DataError
+
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class ReasoningGym:
@@ -28,13 +31,21 @@ class ReasoningGym:
         return [Problem(prompt=item["question"], truth=json.dumps(item, default=str)) for item in items]
 
     def score(self, text: str, truth: str, finished: bool) -> float:
-        """An answer inside <answer> tags counts alone, else the whole text; unfinished answers get 0."""
+        """The dataset's own score of the answer in `text`; unfinished answers get 0.
+
+        The answer is what stands inside <answer> tags; without them, where the right answer is a number, the last
+        number of the text ("7 + 5 = 12." answers 12), else the whole text.
+        """
         if not finished:
             return 0.0
         if self._made is None:
             self._made = self._create(size=1, seed=0)
-        tagged = self._library.utils.extract_answer(text)
-        return float(self._made.score_answer((tagged or text).strip(), json.loads(truth)))
+        item = json.loads(truth)
+        answer = (self._library.utils.extract_answer(text) or text).strip()
+        if "<answer>" not in text and _NUMBER.fullmatch(str(item["answer"])):
+            numbers = _NUMBER.findall(answer)
+            answer = numbers[-1] if numbers else answer
+        return float(self._made.score_answer(answer, item))
 
     def _create(self, size: int, seed: int) -> Any:
         try:
