@@ -21,7 +21,7 @@ from mindspeed_asyncflow.data.tasks import make_task
 from mindspeed_asyncflow.data.tokenizers import load_tokenizer
 
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
-PROBE_STEPS = 6
+PROBE_STEPS = 5
 PROBE_TIMEOUT_S = 240.0
 
 

@@ -39,6 +39,7 @@ class Watch(transformers.TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self._mark()
+        print(f"step {state.global_step}: {self.marks[-1] - self.marks[-2]:.3f} s", flush=True)
 
     def _mark(self) -> None:
         self.marks.append(time.perf_counter())

@@ -184,8 +184,9 @@ class Run:
                 claim = await self.claim_to_train(step)
                 if claim is None:
                     continue
+                shown = self.config.observe.samples_per_step if rows == 0 else 0
                 rows += len(claim.rows)
-                got_samples, got_tokens = await self.train_chunk(step, claim)
+                got_samples, got_tokens = await self.train_chunk(step, claim, shown)
                 samples, tokens = samples + got_samples, tokens + got_tokens
             with self.recorder.busy("trainer"):
                 finish = await self.all_ranks("finish", step + 1, tokens, samples)
@@ -219,8 +220,8 @@ class Run:
             await self.put(batch, [issue])
         return claim if len(claim.rows) else None
 
-    async def train_chunk(self, step: int, claim: Claim) -> tuple[int, int]:
-        """Gradients of one chunk; returns (samples, trained tokens) for the denominator."""
+    async def train_chunk(self, step: int, claim: Claim, shown: int) -> tuple[int, int]:
+        """Gradients of one chunk; returns (samples, trained tokens) for the denominator. `shown`: answers to print."""
         t = self.config.trainer
         infos = [
             batcher.RowInfo(int(r), int(g), int(m), int(n))
@@ -231,9 +232,8 @@ class Run:
         )
         versions = dict(zip(claim.rows.tolist(), zip(claim.version_min.tolist(), claim.version_max.tolist())))
         groups = {i.row: (i.group_id, i.member) for i in infos}
-        wanted = self.config.observe.samples_per_step if claim.group_ids.min() == self.book.pending(step)[0] else 0
         with self.recorder.busy("trainer"):
-            reports = await self.all_ranks("train", plan, versions, groups, wanted)
+            reports = await self.all_ranks("train", plan, versions, groups, shown)
         await asyncio.to_thread(self.served, claim)
         for group in np.unique(claim.group_ids):
             self.book.close_group(int(group))
