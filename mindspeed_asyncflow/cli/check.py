@@ -52,7 +52,8 @@ def _batch(config: Config) -> Iterator[str]:
 def _processes(config: Config, machine: Machine) -> Iterator[str]:
     t, r = config.trainer, config.rollout
     device = "NPU" if feasibility.on_npu(config, machine) else "CPU"
-    yield "driver: workflow loops, dock, evaluation"
+    yield "driver: workflow loops"
+    yield "dock: controller and warehouse of this node"
     order = f"TP {t.tensor_parallel} x CP {t.context_parallel} x DP {t.data_parallel} x PP {t.pipeline_parallel}"
     yield f"trainer: {t.world_size} rank{'s' * (t.world_size > 1)} on {device} ({order}), {t.threads} threads each"
     yield f"rollout: {r.replicas} x {r.engine} on {device} (TP {r.tensor_parallel}), {r.threads} threads each"

@@ -147,6 +147,13 @@ def _rollout(c: Config) -> Iterator[Raw]:
             ("trainer.micro_batch_tokens", "data.max_prompt_tokens", "rollout.max_new_tokens"),
             f"the longest sample has {longest} tokens and does not fit into {c.trainer.micro_batch_tokens}",
         )
+    if c.dock.lease_s < r.timeout_s:
+        yield (
+            "error",
+            ("dock.lease_s", "rollout.timeout_s"),
+            f"a claim of {c.dock.lease_s:g} s ends before its generation batch may ({r.timeout_s:g} s), and its prompts "
+            "would be generated twice; raise lease_s",
+        )
     need = feasibility.arena_bytes(c)
     if need > c.dock.arena_mb << 20:
         yield (
