@@ -72,6 +72,8 @@ def limiting_part(run: Measured) -> str:
     )
     if min(run.trainer_idle, run.rollout_idle) > 0.3:
         name = "the hand-over between rollout and trainer (both wait)"
+    elif max(run.trainer_idle, run.rollout_idle) < 0.2:
+        name = "the cores (both sides are busy all the time)"
     elif run.trainer_idle <= run.rollout_idle:
         name = "the update (the rollout side waits for it)"
     else:
