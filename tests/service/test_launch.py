@@ -115,6 +115,7 @@ def test_tensor_and_pipeline_parallel_trainer_feeds_two_replicas(tmp_path):
 
 def test_reference_engine_and_kl_run_without_vllm(tmp_path):
     settings = [*SMALL, "rollout.engine=reference", "algorithm.kl_coef=0.01", "algorithm.tis_cap=2.0"]
+    settings += ["algorithm.proximal=current"]
     job = Job(tmp_path / "runs", DEFAULT, *settings)
     assert finished(job)["samples_trained"] == 4 * 64
     last = json.loads((job.folder / "metrics.jsonl").read_text().splitlines()[-1])
