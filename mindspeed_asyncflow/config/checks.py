@@ -157,8 +157,8 @@ def _rollout(c: Config) -> Iterator[Raw]:
         yield (
             "error",
             ("dock.lease_s", "rollout.timeout_s"),
-            f"a claim of {c.dock.lease_s:g} s ends before its generation batch may ({r.timeout_s:g} s), and its prompts "
-            "would be generated twice; raise lease_s",
+            f"a claim of {c.dock.lease_s:g} s ends before its generation batch may ({r.timeout_s:g} s): prompts would "
+            "be generated twice; raise lease_s",
         )
     need = feasibility.arena_bytes(c)
     if need > c.dock.arena_mb << 20:

@@ -29,7 +29,9 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    task: str = Field("sort4", description="sort4, sort_long, reasoning_gym:DATASET, jsonl:FILE or python:MODULE:CLASS.")
+    task: str = Field(
+        "sort4", description="sort4, sort_long, reasoning_gym:DATASET, jsonl:FILE or python:MODULE:CLASS."
+    )
     options: dict[str, str | int | float | bool | list] = Field(
         default_factory=dict, description="Arguments of the task (reasoning_gym dataset options)."
     )
