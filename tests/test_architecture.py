@@ -191,7 +191,8 @@ def test_every_configuration_loads_and_passes_its_check(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(Machine, "has_module", lambda self, module: True)
     config = load_config(name)
-    machine = Machine(2, 0, 24 << 30, 24 << 30, 12 << 30, 50 << 30)
+    npus = 16 if config.run.platform == "npu" else 0
+    machine = Machine(2, npus, 24 << 30, 24 << 30, 12 << 30, 50 << 30)
     errors = [str(f) for f in checks.check(config, machine, model_sizes(config)) if f.level == "error"]
     assert errors == []
 

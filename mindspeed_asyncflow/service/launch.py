@@ -25,7 +25,7 @@ from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.report import write_report
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.summary import closing_words, write_summary
-from mindspeed_asyncflow.observe.trace import merge_traces
+from mindspeed_asyncflow.observe.trace import configure, get_tracer, merge_traces
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
 from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.service import cleanup
@@ -57,6 +57,7 @@ def train(config: Config, run_folder: Path | None = None) -> int:
         folder = RunFolder.create(config.run.folder, config.run.name, resolved)
     progress = Progress(config.trainer.steps, sys.stdout)
     setup_logging("driver", folder.log, write=progress.note)
+    configure(folder.trace, "driver", enabled=config.observe.trace)
     progress.note(f"run folder: {folder.path}")
     launch = _Launch(config, folder, progress)
     error: BaseException | None = None
@@ -143,6 +144,7 @@ class _Launch:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.metrics.close()
+        get_tracer().close()
         if self.reaper is None:
             return
         shared = cleanup.shared_files(cleanup.run_processes(self.mark, self.cluster.folder, spare=self.reaper.pid))

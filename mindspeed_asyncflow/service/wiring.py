@@ -16,6 +16,7 @@ from mindspeed_asyncflow.dock.server import DockServer
 from mindspeed_asyncflow.engines.base import RolloutEngine
 from mindspeed_asyncflow.observe.log import setup_logging
 from mindspeed_asyncflow.observe.trace import Tracer, configure
+from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.platforms.ports import HeldPort, hold_port
 from mindspeed_asyncflow.records import SamplingSpec
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
@@ -60,7 +61,8 @@ def _rollout_engine(spec: WorkerSpec, name: str) -> RolloutEngine:
     if name == "vllm":
         from mindspeed_asyncflow.engines.vllm.engine import VLLMEngine
 
-        return VLLMEngine(spec.model_folder, rollout, **common)
+        npu = current(spec.config.run.platform).name == "npu"
+        return VLLMEngine(spec.model_folder, rollout, npu=npu, **common)
     from mindspeed_asyncflow.engines.reference import ReferenceEngine
 
     return ReferenceEngine(spec.model_folder, rollout, **common)

@@ -15,6 +15,7 @@ from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.observe.metrics import describe, reduce_sums
 from mindspeed_asyncflow.observe.progress import Progress
+from mindspeed_asyncflow.observe.trace import get_tracer
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter, SampleText
 from mindspeed_asyncflow.workflow.book import StepBook
 from mindspeed_asyncflow.workflow.staleness import StalenessWindow
@@ -171,7 +172,9 @@ class StepRecorder:
             "samples/dropped_reward": window.dropped["unscored"],
             "samples/open": window.open,
         }
-        metrics |= self._idle(wall) | {f"queue/{task}": float(n) for task, n in waiting_rows(stats).items()}
+        waiting = waiting_rows(stats)
+        get_tracer().counter("dock: rows that wait", **waiting)
+        metrics |= self._idle(wall) | {f"queue/{task}": float(n) for task, n in waiting.items()}
         metrics |= self._pending_eval
         self.metrics.write(step, metrics)
         self.progress.step(step, metrics)

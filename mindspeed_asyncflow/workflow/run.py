@@ -31,6 +31,7 @@ import numpy as np
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.dock.client import Claim, DockClient
 from mindspeed_asyncflow.errors import DeadlineExceeded, DockError, EngineError, WorkerLost
+from mindspeed_asyncflow.observe.trace import get_tracer
 from mindspeed_asyncflow.workflow import batcher
 from mindspeed_asyncflow.workflow.book import Issue, StepBook
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
@@ -107,7 +108,8 @@ class Run:
 
     async def put(self, batch: int, issues: Sequence[Issue]) -> None:
         groups = self.book.make_groups(issues)
-        await asyncio.to_thread(self.dock.put_groups, PARTITION, groups)
+        with get_tracer().span("feed/put", lane="feed", step=batch, groups=len(groups)):
+            await asyncio.to_thread(self.dock.put_groups, PARTITION, groups)
         self.window.issued += sum(len(g) for g in groups)
         await self.book.add(batch, groups)
         self.progressed()
@@ -299,13 +301,21 @@ class Run:
             if claim is not None and len(claim.rows):
                 return claim
 
-    async def claim_once(self, task: str, count: int, **how) -> Claim | None:
-        try:
-            return await asyncio.to_thread(
-                self.dock.claim, task, count, partition=PARTITION, unit="groups", timeout_s=CLAIM_SLICE_S, **how
-            )
-        except DeadlineExceeded:
-            return None
+    async def claim_once(self, task: str, count: int, *, worker: str, **how) -> Claim | None:
+        with get_tracer().span(f"wait/{task}", lane=f"{worker} waits"):
+            try:
+                return await asyncio.to_thread(
+                    self.dock.claim,
+                    task,
+                    count,
+                    partition=PARTITION,
+                    unit="groups",
+                    timeout_s=CLAIM_SLICE_S,
+                    worker=worker,
+                    **how,
+                )
+            except DeadlineExceeded:
+                return None
 
     async def stats(self) -> dict:
         return await asyncio.to_thread(self.dock.stats)

@@ -93,7 +93,7 @@ def test_a_cached_prefix_does_not_survive_an_update(bench: Bench) -> None:
 
 
 def test_running_answers_continue_with_new_weights_and_know_the_cut(bench: Bench) -> None:
-    """B44, contract test 5: four versions in one answer, each token of its version, none lost or doubled."""
+    """B44, B46, contract test 5: updates while requests run; four versions in one answer, no token lost or doubled."""
     names = {bench.engine.version: "a"}
     first = bench.engine.version
     bench.hold()
