@@ -42,7 +42,7 @@ class FakeRollout:
         self.version, self.delay_s, self.fail_after, self.silent_s = 0, delay_s, fail_after, silent_s
         self.answered = 0
         self.batch_versions: list[int] = []
-        self.lead_tokens_from: int | None = None  # pretend that the first token came from this version
+        self.stale_answers = 0  # so many of the next answers pretend that their first token came from version 0
 
     def generate(self, requests, timeout_s):
         self.batch_versions.append(self.version)
@@ -52,7 +52,8 @@ class FakeRollout:
                 raise RuntimeError("the engine broke")
             time.sleep(self.delay_s / len(requests))
             self.answered += 1
-            oldest = self.version if self.lead_tokens_from is None else self.lead_tokens_from
+            oldest = 0 if self.stale_answers > 0 else self.version
+            self.stale_answers -= 1
             yield Completion(
                 request.request_id,
                 np.array([request.prompt_ids[0], self.version + 10], np.int32),

@@ -52,8 +52,8 @@ def test_an_answer_whose_oldest_token_is_too_old_is_dropped_counted_and_asked_ag
 
     class Stale(FakeTrain):
         def optim_step(self, denominator):
-            # Batches from step 4 on pretend that their first token is old, until one of them was dropped.
-            rollout.lead_tokens_from = 0 if self.version == 3 else None
+            if self.version == 3:
+                rollout.stale_answers = 3
             return super().optim_step(denominator)
 
     out = run_loops(config(steps=8), tmp_path, prompts_of(100, 4), rollouts=[rollout], train=Stale())

@@ -4,7 +4,7 @@ import pytest
 from rank_group import RankGroups
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def groups():
     groups = RankGroups()
     yield groups

@@ -1,5 +1,6 @@
-"""Trainer ranks for tests: a few processes that join one gloo world and run named functions together."""
+"""Trainer ranks for tests: a few processes that join a gloo world per job and run named functions together."""
 
+import gc
 import multiprocessing
 import os
 import time
@@ -18,22 +19,23 @@ def _serve(rank: int, world: int, meet: Any, pipe: Any) -> None:
     from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
 
     platform = bootstrap("cpu")
-    from mindspeed_asyncflow.engines.megatron.world import join_world
+    from mindspeed_asyncflow.engines.megatron.world import join_world, leave_world
 
-    held = None
-    if rank == 0:
-        held = hold_port()
-        for _ in range(world):
-            meet.put(held.port)
-    port = meet.get(timeout=60)
-    join_world(platform, rank=rank, world_size=world, address="127.0.0.1", port=port, timeout_s=60, held_port=held)
     pipe.send(("ready", None))
     while (job := pipe.recv()) is not None:
         function, kwargs = job
+        held = hold_port() if rank == 0 else None
+        for _ in range(world if held else 0):
+            meet.put(held.port)
+        port = meet.get(timeout=60)
+        # A world for each job: the threads of a left-over group wake up a hundred times per second for ever.
+        join_world(platform, rank=rank, world_size=world, address="127.0.0.1", port=port, timeout_s=60, held_port=held)
         try:
             pipe.send(("ok", function(rank=rank, **kwargs)))
         except Exception:  # the parent process raises it
             pipe.send(("failed", traceback.format_exc()))
+        leave_world(joined_here=True)
+        gc.collect()
     os._exit(0)  # no teardown of groups that a failed case may have left half-made
 
 
