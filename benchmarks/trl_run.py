@@ -19,6 +19,7 @@ from mindspeed_asyncflow.data.builtin_models import ensure_model
 from mindspeed_asyncflow.data.prompts import PromptSet, PromptStream
 from mindspeed_asyncflow.data.tasks import make_task
 from mindspeed_asyncflow.data.tokenizers import load_tokenizer
+from mindspeed_asyncflow.engines.megatron.schedule import learning_rate
 
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 PROBE_STEPS = 5
@@ -32,12 +33,10 @@ class Shape:
     threads: int
     spin: bool  # idle OpenMP threads spin for a while (the library's default) or sleep
     device_batch: int  # samples of one forward pass
-    continuous_batching: bool = False  # transformers' own, instead of generate()
 
     def words(self) -> str:
         waiting = "spinning" if self.spin else "passive"
-        generation = "continuous batching" if self.continuous_batching else "generate()"
-        return f"{self.threads} thread(s) ({waiting}), {self.device_batch} samples per forward pass, {generation}"
+        return f"{self.threads} thread(s) ({waiting}), {self.device_batch} samples per forward pass, generate()"
 
 
 def shapes(config: Config, cores: int) -> list[Shape]:
@@ -45,9 +44,8 @@ def shapes(config: Config, cores: int) -> list[Shape]:
     whole = config.samples_per_step
     found = [Shape(1, False, whole), Shape(cores, False, whole), Shape(cores, True, whole)]
     if config.rollout.max_new_tokens > 64:
-        # The activations of a whole batch leave the caches, and answers of different length leave rows idle.
-        found += [Shape(cores, spin, whole // 4) for spin in (False, True)]
-        found += [Shape(cores, False, whole // 4, continuous_batching=True)]
+        # The activations of a whole batch leave the caches. One thread is out: these tensors are large enough for two.
+        found = [*found[1:], Shape(cores, True, whole // 4)]
     return found
 
 
@@ -62,7 +60,7 @@ def specification(config: Config, log=print) -> dict[str, Any]:
     seed, a, t = config.run.seed, config.algorithm, config.trainer
     same = (
         (a.advantage, "grpo"), (a.loss, "ppo_clip"), (a.aggregation, "token-mean"), (a.kl_coef, 0.0),
-        (t.weight_decay, 0.0), (t.lr_decay, "constant"), (config.model.dtype, "float32"),
+        (t.weight_decay, 0.0), (config.model.dtype, "float32"),
     )  # fmt: skip
     if any(mine != theirs for mine, theirs in same):
         raise ValueError("trl_side.py does not know these settings; compare with the defaults of algorithm and trainer")
@@ -82,8 +80,7 @@ def specification(config: Config, log=print) -> dict[str, Any]:
         "group_size": a.group_size,
         "max_new_tokens": config.rollout.max_new_tokens,
         "temperature": config.rollout.temperature,
-        "lr": t.lr,
-        "lr_warmup_steps": t.lr_warmup_steps,
+        "rates": [learning_rate(step, t) for step in range(t.steps)],
         "betas": list(t.betas),
         "grad_clip": t.grad_clip,
         "clip_low": a.clip_low,
@@ -96,7 +93,7 @@ def run_trl(label: str, spec: dict[str, Any], shape: Shape, out: Path, timeout_s
     stem = f"{label}_{spec['seed']}"
     spec_file, result_file = out / "trl" / f"{stem}_spec.json", out / "trl" / f"{stem}.json"
     spec_file.parent.mkdir(parents=True, exist_ok=True)
-    spec = spec | {name: getattr(shape, name) for name in ("threads", "device_batch", "continuous_batching")}
+    spec = spec | {name: getattr(shape, name) for name in ("threads", "device_batch")}
     spec_file.write_text(json.dumps(spec), encoding="utf-8")
     threads = {"OMP_NUM_THREADS": str(shape.threads)} | ({} if shape.spin else {"OMP_WAIT_POLICY": "passive"})
     foreign = foreign_cpu()

@@ -106,7 +106,6 @@ def settings(spec: dict[str, Any], folder: str) -> trl.GRPOConfig:
         loss_type="dapo",  # token mean over the batch
         scale_rewards="group",
         use_vllm=False,
-        use_transformers_continuous_batching=spec["continuous_batching"],
         save_strategy="no",
         logging_strategy="no",
         report_to="none",
@@ -116,14 +115,12 @@ def settings(spec: dict[str, Any], folder: str) -> trl.GRPOConfig:
 
 
 def optimizer_of(spec: dict[str, Any], model: torch.nn.Module):
-    """AdamW and the learning rate of `engines/megatron/schedule.py`: reaches its peak at warm-up step number n."""
+    """AdamW with the learning rate of each step as our trainer has it."""
+    rates = spec["rates"]
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=spec["lr"], betas=tuple(spec["betas"]), eps=1e-8, weight_decay=0.0, fused=True
+        model.parameters(), lr=1.0, betas=tuple(spec["betas"]), eps=1e-8, weight_decay=0.0, fused=True
     )
-    warmup = spec["lr_warmup_steps"]
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / warmup) if warmup else 1.0
-    )
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[min(step, len(rates) - 1)])
 
 
 @torch.no_grad()
@@ -162,7 +159,7 @@ def main(spec_file: str, result_file: str) -> None:
         callbacks=[watch],
         optimizers=optimizer_of(spec, model),
     )
-    generator = "generate_batch" if spec["continuous_batching"] else "generate"
+    generator = "generate"
     setattr(model, generator, watch.timed(getattr(model, generator)))
     load_before = os.getloadavg()[0]
     trainer.train()
