@@ -159,8 +159,7 @@ def main(spec_file: str, result_file: str) -> None:
         callbacks=[watch],
         optimizers=optimizer_of(spec, model),
     )
-    generator = "generate"
-    setattr(model, generator, watch.timed(getattr(model, generator)))
+    model.generate = watch.timed(model.generate)
     load_before = os.getloadavg()[0]
     trainer.train()
     load_after = os.getloadavg()[0]
