@@ -41,8 +41,11 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
-        """float32 [T] log-probabilities of `targets` for each micro-batch, no gradient, on every rank."""
+    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float | None = None) -> list[np.ndarray]:
+        """float32 [T] log-probabilities of `targets` for each micro-batch, no gradient, on every rank.
+
+        `temperature` divides the logits; None: the temperature of training.
+        """
         ...
 
     def export_weights(self) -> Iterator[tuple[str, Any]]:

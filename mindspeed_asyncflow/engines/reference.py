@@ -85,13 +85,20 @@ class ReferenceBackend:
     """See `StepBackend`. `rollout.kv_cache_mb` is not enforced: the cache is as large as the running answers."""
 
     def __init__(
-        self, model_folder: str, rollout: RolloutConfig, dtype: str, max_model_len: int, stop_token_ids: tuple[int, ...]
+        self,
+        model_folder: str,
+        rollout: RolloutConfig,
+        dtype: str,
+        max_model_len: int,
+        stop_token_ids: tuple[int, ...],
+        score_temperature: float,
     ) -> None:
         torch.set_num_threads(rollout.threads)
         self._model = HostModel(model_folder, dtype)
         self._max_running = rollout.max_running
         self._max_model_len = max_model_len
         self._stop_token_ids = stop_token_ids
+        self._score_temperature = score_temperature
         self._waiting: deque[_Row] = deque()
         self._cohorts: list[_Cohort] = []
         self.caps = EngineCaps(
@@ -185,7 +192,8 @@ class ReferenceBackend:
             part = sequences[start : start + batch]
             ids, mask = pad_left([np.concatenate(pair).tolist() for pair in part])
             keep = max(len(response) for _, response in part) + 1
-            logprobs = self._model.forward(ids, mask, keep=keep)[:, :-1].float().log_softmax(dim=-1)  # [B, K, V]
+            logits = self._model.forward(ids, mask, keep=keep)[:, :-1].float()  # [B, K, V]
+            logprobs = (logits / self._score_temperature).log_softmax(dim=-1)
             picked = logprobs.gather(2, ids[:, -logprobs.shape[1] :, None])[..., 0].numpy()  # [B, K]
             scores += [row[len(row) - len(response) :].copy() for row, (_, response) in zip(picked, part, strict=True)]
         return scores
@@ -214,7 +222,9 @@ def pad_left(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]
 class ReferenceEngine(SteppedEngine):
     """Same constructor as `VLLMEngine`; `seed` is unused because every request brings its own.
 
-    `max_model_len` counts prompt and answer together. Raises `DataError` when the folder cannot be loaded.
+    `score_temperature` divides the logits in `score`: the frozen reference of a KL term is compared with a policy at
+    the sampling temperature. `max_model_len` counts prompt and answer together. Raises `DataError` when the folder
+    cannot be loaded.
     """
 
     def __init__(
@@ -226,10 +236,11 @@ class ReferenceEngine(SteppedEngine):
         max_model_len: int,
         seed: int,
         stop_token_ids: tuple[int, ...],
+        score_temperature: float = 1.0,
     ) -> None:
         super().__init__(
             "reference",
-            lambda: ReferenceBackend(model_folder, rollout, dtype, max_model_len, stop_token_ids),
+            lambda: ReferenceBackend(model_folder, rollout, dtype, max_model_len, stop_token_ids, score_temperature),
             start_timeout_s=START_TIMEOUT_S,
             command_timeout_s=rollout.timeout_s,
         )

@@ -50,22 +50,26 @@ def _dock(spec: WorkerSpec) -> DockClient:
     return DockClient(spec.dock_address, spec.dock_secret, spec.config.dock.wait_s)
 
 
-def _rollout_engine(spec: WorkerSpec, name: str) -> RolloutEngine:
-    rollout = spec.config.rollout
-    common: dict[str, Any] = dict(
+def _engine_arguments(spec: WorkerSpec) -> dict[str, Any]:
+    return dict(
+        model_folder=spec.model_folder,
+        rollout=spec.config.rollout,
         dtype=spec.config.model.dtype,
         max_model_len=spec.max_model_len,
         seed=spec.config.run.seed,
         stop_token_ids=spec.stop_ids,
     )
-    if name == "vllm":
+
+
+def _rollout_engine(spec: WorkerSpec) -> RolloutEngine:
+    if spec.config.rollout.engine == "vllm":
         from mindspeed_asyncflow.engines.vllm.engine import VLLMEngine
 
         npu = current(spec.config.run.platform).name == "npu"
-        return VLLMEngine(spec.model_folder, rollout, npu=npu, **common)
+        return VLLMEngine(**_engine_arguments(spec), npu=npu)
     from mindspeed_asyncflow.engines.reference import ReferenceEngine
 
-    return ReferenceEngine(spec.model_folder, rollout, **common)
+    return ReferenceEngine(**_engine_arguments(spec))
 
 
 def build_rollout(spec: WorkerSpec, index: int) -> RolloutWorker:
@@ -74,7 +78,7 @@ def build_rollout(spec: WorkerSpec, index: int) -> RolloutWorker:
     config = spec.config
     share = max(1, config.workflow.groups_per_step // config.rollout.replicas)
     return RolloutWorker(
-        _rollout_engine(spec, config.rollout.engine),
+        _rollout_engine(spec),
         _dock(spec),
         SamplingSpec(
             config.rollout.max_new_tokens,
@@ -94,7 +98,11 @@ def build_rollout(spec: WorkerSpec, index: int) -> RolloutWorker:
 def build_reference(spec: WorkerSpec, index: int) -> ReferenceWorker:
     name = f"reference{index}"
     tracer = _enter(spec, name)
-    return ReferenceWorker(_rollout_engine(spec, "reference"), _dock(spec), name=name, tracer=tracer)
+    from mindspeed_asyncflow.engines.reference import ReferenceEngine
+
+    temperature = spec.config.rollout.temperature  # the KL term compares with the policy at this temperature
+    engine = ReferenceEngine(**_engine_arguments(spec), score_temperature=temperature)
+    return ReferenceWorker(engine, _dock(spec), name=name, tracer=tracer)
 
 
 def build_scorer(spec: WorkerSpec) -> ScoreWorker:

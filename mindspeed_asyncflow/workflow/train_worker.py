@@ -148,7 +148,7 @@ class TrainWorker:
         ]
         with self.tracer.span("train/probe", lane=self.name):
             packed = pack(samples)
-            flat = self.engine.logprobs([packed])[0]
+            flat = self.engine.logprobs([packed], temperature=1.0)[0]  # as rollout engines score
         cuts = np.cumsum([len(r) for _, r in self.probe])[:-1]
         return np.split(flat[packed.loss_mask > 0], cuts)
 

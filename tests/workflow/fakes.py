@@ -99,7 +99,7 @@ class FakeTrain:
         self.seen_versions.append([])
         return OptimReport(applied, 1.0 if applied else float("nan"), 0.1, "" if applied else "layer.weight")
 
-    def logprobs(self, micro_batches):
+    def logprobs(self, micro_batches, temperature=None):
         return [np.full(len(b.targets), -float(self.version), np.float32) * b.loss_mask for b in micro_batches]
 
     def export_weights(self):

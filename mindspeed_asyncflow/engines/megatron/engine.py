@@ -116,9 +116,9 @@ class MegatronTrainEngine:
     def optim_step(self, denominator: float) -> OptimReport:
         return self.step.apply(denominator, self.bridge, self.plan)
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float | None = None) -> list[np.ndarray]:
         """As in the protocol; 0 where `loss_mask` is 0."""
-        with torch.no_grad():
+        with torch.no_grad(), self._temperature(temperature):
             outputs = self._run(micro_batches, self._spread_only, forward_only=True)
         sizes = [len(b.input_ids) for b in micro_batches]
         if not sizes:
@@ -127,6 +127,18 @@ class MegatronTrainEngine:
         if self.trainer.pipeline_parallel > 1:
             dist.broadcast(flat, parallel_state.get_pipeline_model_parallel_last_rank(), self.bridge.mpu.pp_group)
         return [part.numpy().copy() for part in flat.cpu().split(sizes)]
+
+    @contextlib.contextmanager
+    def _temperature(self, temperature: float | None) -> Iterator[None]:
+        """The models divide logits by `temperature` inside the block; None: as in training."""
+        usual = [chunk.temperature for chunk in self.chunks]
+        try:
+            for chunk in self.chunks:
+                chunk.temperature = chunk.temperature if temperature is None else temperature
+            yield
+        finally:
+            for chunk, value in zip(self.chunks, usual):
+                chunk.temperature = value
 
     def _run(self, micro_batches: Sequence[MicroBatch], loss: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Run megatron's schedule; what `loss` returned for each micro-batch, on the last stage (else empty)."""
