@@ -55,9 +55,5 @@ class WorkerLost(AsyncFlowError):
     """A process of the run died; the message names it and its last words."""
 
 
-class RunFailed(AsyncFlowError):
-    """The run stopped; the root error is the cause of this one."""
-
-
 class MetricError(AsyncFlowError):
     """A metric name is not in the table, its parts do not fit, or a summary does not add up."""

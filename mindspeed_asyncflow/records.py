@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -155,11 +155,3 @@ class OptimReport:
     grad_norm: float  # before clipping; nan when not finite
     lr: float
     bad_tensor: str = ""  # first tensor with a non-finite gradient, when skipped
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One trained global batch."""
-
-    step: int  # 0-based; the trainer version that consumed it
-    metrics: dict[str, float] = field(default_factory=dict)

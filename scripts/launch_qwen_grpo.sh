@@ -42,7 +42,8 @@ if has_npus; then
     python=${ASYNCFLOW_PYTHON:-python3}
     "$python" -c 'import torch, torch_npu; assert torch_npu.npu.is_available()' || {
         echo "NPUs are present, but $python cannot use them through torch_npu (the lines above say why)." >&2
-        echo "Load CANN's set_env.sh, and install: $python -m pip install -e '$root[npu-train]'" >&2
+        echo "Load CANN's set_env.sh, and install: $python -m pip install -e '$root[npu-train]';" >&2
+        echo "then bash scripts/install_mindspeed.sh $python, and vllm-ascend for the same torch." >&2
         exit 2
     }
     echo "NPUs found: running on them with $python" >&2

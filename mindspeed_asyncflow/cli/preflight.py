@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from mindspeed_asyncflow.config import Config, checks, feasibility
 from mindspeed_asyncflow.config.machine import Machine, probe
 from mindspeed_asyncflow.data.builtin_models import BUILTIN
 from mindspeed_asyncflow.data.char_tokenizer import TOKENS
-from mindspeed_asyncflow.data.tasks import Demonstrating, make_task
+from mindspeed_asyncflow.data.tasks import Demonstrating, Task, make_task
 from mindspeed_asyncflow.errors import ConfigError, DataError
 
 # SmolLM2-135M, for arithmetic before its weights are unpacked.
@@ -63,6 +64,19 @@ def _task_and_model(config: Config) -> list[checks.Finding]:
         task = make_task(config.data)
     except DataError as error:
         return [checks.Finding("error", ("data.task", "data.options"), str(error))]
+    if not isinstance(task, Task):
+        return [checks.Finding("error", ("data.task",), f"{config.data.task} makes no task (problems and score)")]
+    if not config.data.task.startswith("reasoning_gym:"):  # the others make or read their problems in no time
+        try:
+            task.problems(config.data.size, config.run.seed)
+        except DataError as error:
+            return [checks.Finding("error", ("data.task", "data.size"), str(error))]
+    folder = Path(config.model.source)
+    if kind not in ("builtin", "package"):
+        missing = [f for f in ("tokenizer_config.json", "*.safetensors") if not any(folder.glob(f))]
+        if missing:
+            message = f"{folder} lacks {' and '.join(missing)}"
+            return [checks.Finding("error", ("model.source",), message)]
     if kind == "builtin" and not isinstance(task, Demonstrating):
         message = f"{config.model.source} learns from demonstrations first, and {config.data.task} has none"
         return [checks.Finding("error", ("model.source", "data.task"), message)]

@@ -13,7 +13,7 @@ NAME = "train"
 HELP = "check a configuration, then train with it"
 EXAMPLES = """  asyncflow train configs/qwen_tiny_cpu.yaml
   asyncflow train configs/qwen_tiny_cpu.yaml --set trainer.steps=5 --set workflow.max_lag=0
-  asyncflow train my.yaml --run-folder results"""
+  asyncflow train my.yaml --run-folder results/first"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-folder",
         metavar="DIR",
         type=Path,
-        help="where the dated folder of this run is made, with `latest` pointing to it (default: run.folder)",
+        help="a new folder for the results (default: a dated one in run.folder, with `latest` pointing to it)",
     )
 
 

@@ -160,6 +160,12 @@ def _rollout(c: Config) -> Iterator[Raw]:
             f"a claim of {c.dock.lease_s:g} s ends before its generation batch may ({r.timeout_s:g} s): prompts would "
             "be generated twice; raise lease_s",
         )
+    if c.workflow.watchdog_s < r.timeout_s:
+        yield (
+            "error",
+            ("workflow.watchdog_s", "rollout.timeout_s"),
+            f"the watchdog ({c.workflow.watchdog_s:g} s) would stop a generation batch that may take {r.timeout_s:g} s",
+        )
     need = feasibility.arena_bytes(c)
     if need > c.dock.arena_mb << 20:
         yield (

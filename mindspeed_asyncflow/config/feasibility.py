@@ -4,6 +4,7 @@ that a refusal is right; what the run really takes is measured in its metrics.""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ MAX_PROCESSES_PER_CPU = 8
 # Resident memory of an idle process on CPU, measured with torch 2.13 and vLLM 0.27.
 TRAINER_RANK_BYTES = 600 * MIB
 REPLICA_BYTES = {"vllm": 1600 * MIB, "reference": 500 * MIB}
+MODEL_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 ROW_BYTES = 512  # per sample beside its tokens: truth, status, allocator rounding
 
@@ -49,11 +51,15 @@ def model_config(config: Config) -> dict[str, Any] | None:
     if not path.parent.is_dir():
         raise ConfigError(f"{source}: no such folder; give a Hugging Face model folder, builtin:NAME or package:NAME")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        model = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing: {source} is not a Hugging Face model folder") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
+    missing = [key for key in MODEL_KEYS if not isinstance(model, dict) or not isinstance(model.get(key), int)]
+    if missing:
+        raise ConfigError(f"{path} names no {', '.join(missing)}: it is not the config of a decoder")
+    return model
 
 
 def parameter_count(model: Mapping[str, Any]) -> int:
@@ -85,6 +91,8 @@ def findings(config: Config, machine: Machine, model: Mapping[str, Any] | None) 
     if config.dock.port and not machine.port_is_free(config.dock.port):
         message = f"port {config.dock.port} is in use; take another, or 0 for any free one"
         yield "error", ("dock.port",), message
+    if model is not None:
+        yield from _rollout_split(config, model)
     if model is not None and config.rollout.engine == "vllm" and not on_npu(config, machine):
         size = head_size(model)
         if size not in VLLM_CPU_HEADS:
@@ -96,14 +104,29 @@ def findings(config: Config, machine: Machine, model: Mapping[str, Any] | None) 
             )
 
 
+def _rollout_split(config: Config, model: Mapping[str, Any]) -> Iterator[Raw]:
+    size, heads = config.rollout.tensor_parallel, model["num_attention_heads"]
+    kv_heads = model.get("num_key_value_heads", heads)
+    if heads % size or (kv_heads % size and size % kv_heads):
+        legal = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        yield (
+            "error",
+            ("rollout.tensor_parallel",),
+            f"{heads} attention heads ({kv_heads} for keys and values) cannot be cut over {size}; legal: {legal}",
+        )
+
+
 def _files(config: Config) -> Iterator[Raw]:
     kind, _, file = config.data.task.partition(":")
     if kind == "jsonl" and not Path(file).is_file():
         yield "error", ("data.task",), f"{file or '(no name)'}: no such file"
     for key, folder in (("run.folder", config.run.folder), ("model.cache", config.model.cache)):
         blocked = [p for p in (Path(folder), *Path(folder).parents) if p.exists() and not p.is_dir()]
+        there = next((p for p in (Path(folder).absolute(), *Path(folder).absolute().parents) if p.is_dir()), Path("/"))
         if blocked:
             yield "error", (key,), f"{blocked[0]} is a file; a folder is needed"
+        elif not os.access(there, os.W_OK):
+            yield "error", (key,), f"{folder} cannot be made: {there} cannot be written"
 
 
 def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
@@ -123,6 +146,12 @@ def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
     for key, threads in (("trainer.threads", t.threads), ("rollout.threads", r.threads)):
         if threads > machine.cpus:
             yield "error", (key,), f"{threads} CPUs wanted by each process, {machine.cpus} available"
+    if r.engine == "vllm" and r.tensor_parallel > machine.cpus:
+        yield (
+            "error",
+            ("rollout.tensor_parallel",),
+            f"vLLM wants a CPU for each of {r.tensor_parallel} tensor-parallel workers, {machine.cpus} are available",
+        )
     if config.run.ray_cpus and config.run.ray_cpus > machine.cpus:
         yield "error", ("run.ray_cpus",), f"{config.run.ray_cpus:g} CPUs wanted, {machine.cpus} available"
     limit = MAX_PROCESSES_PER_CPU * machine.cpus

@@ -44,7 +44,7 @@ def probe(folder: str | Path = ".") -> Machine:
     """This machine; `folder` is where runs will be written (its nearest existing parent is measured)."""
     total, free = _memory()
     place = Path(folder).absolute()
-    while not place.exists():
+    while not os.path.exists(place):  # Path.exists raises for a name that is too long
         place = place.parent
     shm = Path("/dev/shm")
     return Machine(

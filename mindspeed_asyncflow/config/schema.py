@@ -14,7 +14,7 @@ class Section(BaseModel):
 class RunConfig(Section):
     name: str = Field("grpo", description="Prefix of the run folder.", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     folder: str = Field("runs", description="Where run folders are made; `latest` there points to the newest.")
-    seed: int = Field(0, ge=0, description="Seed of model, data order and sampling.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of model, data order and sampling.")
     platform: Literal["auto", "cpu", "npu"] = Field("auto", description="auto: npu where torch_npu sees one.")
     ray_cpus: float | None = Field(None, gt=0, description="CPUs offered to Ray; default: what the machine has.")
 

@@ -29,6 +29,7 @@ REQUIRED = (
 it ended early without an error), `heldout_first`, `dropped_by_reason` {reason: answers}, `lag_histogram` {lag:
 answers}, `samples_per_s`, `tokens_per_s`, `trainer_idle_share`, `rollout_idle_share`, `task`, `model`."""
 
+TREND_STEPS = 20
 _COUNTS = ("steps", "samples_issued", "samples_trained", "samples_dropped", "samples_open")
 
 
@@ -81,7 +82,8 @@ def closing_words(summary: Mapping[str, Any], folder: Path | str | None = None) 
         lines.append(f"Note: {get('note')}.")
     first, last = get("reward_first"), get("reward_last")
     if first is not None and last is not None:
-        lines.append(f"Reward went from {_num(first)} to {_num(last)}{_trend(first, last)}.")
+        trend = _trend(first, last) if get("steps", 0) >= TREND_STEPS else ""  # a few steps tell nothing
+        lines.append(f"Reward went from {_num(first)} to {_num(last)}{trend}.")
     if get("heldout_greedy") is not None:
         before = f" (before training {_num(summary['heldout_first'])})" if get("heldout_first") is not None else ""
         lines.append(f"Greedy answers to held-out prompts score {_num(summary['heldout_greedy'])}{before}.")
@@ -107,6 +109,8 @@ def closing_words(summary: Mapping[str, Any], folder: Path | str | None = None) 
 def _opening(summary: Mapping[str, Any]) -> str:
     steps, took = summary.get("steps", 0), duration(summary.get("wall_s"))
     what = f"{summary.get('model', 'the policy')} on {summary['task']}" if summary.get("task") else "the policy"
+    if str(summary.get("error", "")).startswith("Interrupted"):
+        return f"Stopped by a signal after {steps} steps and {took}."
     if summary.get("error"):
         return f"The run FAILED after {steps} steps and {took}: {summary['error']}"
     return f"Trained {what} for {steps} steps in {took}."

@@ -158,7 +158,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("idle/trainer", "share", "last", "", "trainer/idle_ratio",
            "Share of wall time since the previous step in which the trainer had nothing to do."),
     Metric("idle/rollout", "share", "last", "", "rollouter/idle_ratio",
-           "The same for rollout: no request running in a replica, mean over replicas."),
+           "The same for rollout: neither generating nor loading weights, mean over replicas."),
     # throughput: the clock is wall time between the ends of two steps
     Metric("perf/samples_per_s", "answers/s", "last", "", "",
            "Trained answers per second of wall time."),
@@ -172,9 +172,9 @@ METRICS: tuple[Metric, ...] = (
     _timing("forward_backward", "Forward and backward passes.", "timing_s/update_actor"),
     _timing("optim_step", "Gradient reduction, clipping and optimizer."),
     _timing("reference", "Log-probabilities of the reference policy.", "timing_s/ref"),
-    _timing("gen", "Generation of the step's answers.", "timing_s/gen"),
-    _timing("reward", "Scoring, from first answer to last score.", "timing_s/reward"),
-    _timing("update_weights", "Rollout stood still for new weights: the exposed part only.", "timing_s/update_weights"),
+    _timing("gen", "Longest generation batch that ended during the step.", "timing_s/gen"),
+    _timing("reward", "Longest scoring call that ended during the step.", "timing_s/reward"),
+    _timing("update_weights", "A replica stood still to load and check new weights.", "timing_s/update_weights"),
     # lengths
     *_three("response_length", "tokens", "response length.", SAMPLES, "response_length"),
     Metric("response_length/clip_ratio", "share", "mean", SAMPLES, "response_length/clip_ratio",

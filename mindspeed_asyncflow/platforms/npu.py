@@ -47,7 +47,7 @@ class NpuPlatform:
         try:
             importlib.import_module("mindspeed.megatron_adaptor")
         except ImportError as error:
-            raise PlatformError(f"MindSpeed cannot be loaded ({error}): run the NPU set-up script") from error
+            raise PlatformError(f"MindSpeed cannot be loaded ({error}): bash scripts/install_mindspeed.sh") from error
         finally:
             sys.argv = argv
 

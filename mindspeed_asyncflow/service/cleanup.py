@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from mindspeed_asyncflow.service import reaper
 
 SHM = Path("/dev/shm")
 MARK = "ASYNCFLOW_RUN_MARK"
-_NAME = re.compile(r"asyncflow-(\d+)-")
+_NAME = re.compile(r"asyncflow-(?:ray-)?(\d+)-")
 
 
 def shm_path(kind: str) -> str:
@@ -27,14 +28,22 @@ def shm_path(kind: str) -> str:
     return str(SHM / f"asyncflow-{os.getpid()}-{kind}")
 
 
-def remove_stale_shm() -> list[str]:
-    """Delete files that drivers left which were killed before they could; returns their names."""
+def scratch_prefix() -> str:
+    """Start of the name of this run's scratch folder; short, as Ray puts sockets in it."""
+    return f"asyncflow-ray-{os.getpid()}-"
+
+
+def remove_stale(folder: Path) -> list[str]:
+    """Delete what drivers that are dead left in `folder`; returns the names."""
     removed = []
-    for file in SHM.glob("asyncflow-*"):
-        owner = _NAME.match(file.name)
+    for path in folder.glob("asyncflow-*"):
+        owner = _NAME.match(path.name)
         if owner and not psutil.pid_exists(int(owner[1])):
-            file.unlink(missing_ok=True)
-            removed.append(file.name)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+            removed.append(path.name)
     return removed
 
 

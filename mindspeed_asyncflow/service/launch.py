@@ -7,6 +7,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -19,7 +20,7 @@ from mindspeed_asyncflow.data.builtin_models import ensure_model
 from mindspeed_asyncflow.data.prompts import PromptSet
 from mindspeed_asyncflow.data.tasks import make_task
 from mindspeed_asyncflow.data.tokenizers import load_tokenizer
-from mindspeed_asyncflow.errors import AsyncFlowError, WorkerLost
+from mindspeed_asyncflow.errors import AsyncFlowError, ConfigError, DataError, PlatformError, WorkerLost
 from mindspeed_asyncflow.observe.log import close_logging, get_logger, setup_logging
 from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.report import write_report
@@ -33,7 +34,7 @@ from mindspeed_asyncflow.service.placement import Cluster
 from mindspeed_asyncflow.service.session import Session
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 
-OK, FAILED, INTERRUPTED = 0, 1, 130
+OK, FAILED, WRONG_SETTINGS, INTERRUPTED = 0, 1, 2, 130
 
 
 class Interrupted(AsyncFlowError):
@@ -45,7 +46,8 @@ def train(config: Config, run_folder: Path | None = None) -> int:
 
     Returns the exit code.
 
-    0: all steps done; 1: failed, the root error is printed and in the summary; 130: stopped by SIGINT or SIGTERM. On
+    0: all steps done; 1: failed, the root error is printed and in the summary; 2: settings or data that cannot be used,
+    found before any worker started; 130: stopped by SIGINT or SIGTERM. On
     every way out all processes of the run are ended, within 15 s, and its shared memory is removed.
     """
     began = time.perf_counter()
@@ -91,8 +93,8 @@ class _Launch:
 
     def run(self) -> None:
         config, say = self.config, self.progress.phase
-        for name in cleanup.remove_stale_shm():
-            get_logger("service").info("removed shared memory of a dead run: %s", name)
+        for name in cleanup.remove_stale(cleanup.SHM) + cleanup.remove_stale(Path(tempfile.gettempdir())):
+            get_logger("service").info("removed what a dead run left: %s", name)
         say("preparing model")
         model_folder = ensure_model(config.model, config.data, config.run.seed, self.progress.note)
         tokenizer = load_tokenizer(model_folder)
@@ -125,10 +127,10 @@ class _Launch:
             await session.prepare(say)
             await session.train()
             say("evaluating held-out prompts")
-            await session.sync.bring_all_up()
+            await session.bring_all_up()
             self.recorder.evaluated(session.version, await session.evaluate())
             say("saving checkpoint and policy")
-            await session.save(len(self.recorder.rewards))
+            await session.save(self.recorder.steps)
             say("")
             await session.close()  # in order; after a failure `end` kills instead
         finally:
@@ -184,4 +186,6 @@ class _Launch:
         if error is not None and not isinstance(error, AsyncFlowError):
             traceback.print_exception(error)
         close_logging()
+        if self.reaper is None and isinstance(error, ConfigError | DataError | PlatformError):
+            return WRONG_SETTINGS
         return OK if error is None else INTERRUPTED if isinstance(error, Interrupted) else FAILED

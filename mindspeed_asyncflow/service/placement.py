@@ -14,6 +14,7 @@ import ray
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.service.cleanup import scratch_prefix
 
 DEVICE = "NPU"  # Ray's resource name; on the CPU platform the same name is declared by us
 OBJECT_STORE_BYTES = 128 << 20  # only small reports travel through Ray
@@ -60,7 +61,7 @@ class Cluster:
     def make_folder(self) -> Path | None:
         """The scratch folder of a private Ray; None where a running one is used."""
         if not os.environ.get("RAY_ADDRESS"):
-            self.folder = Path(tempfile.mkdtemp(prefix="asyncflow-ray-"))  # short: Ray puts sockets in it
+            self.folder = Path(tempfile.mkdtemp(prefix=scratch_prefix()))
         return self.folder
 
     def start(self) -> None:

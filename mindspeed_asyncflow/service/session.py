@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.run import Run
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync
 
+T = TypeVar("T")
 CLOSE_S = 5.0  # workers get this long to close in order before they are killed
 
 
@@ -53,7 +55,7 @@ class Session:
         say("starting dock")
         node = self._spawn("dock")
         await self._in_time({"dock": node.build(wiring.build_dock, config, secret, shm_path("arena"))})
-        address = await node.get("address")
+        address = await self._within(node.get("address"), "dock to name its address")
         self.dock = DockClient(address, secret, config.dock.wait_s)
         spec = wiring.WorkerSpec(
             config, self.model_folder, self.stop_ids, address, secret, str(self.folder.trace), str(self.folder.log)
@@ -69,8 +71,8 @@ class Session:
         ]
         self.references = [self._spawn("reference0")] if config.algorithm.kl_coef > 0 else []
         self.scorer = self._spawn("scorer", concurrency=2)
-        await self.trainers[0].build(wiring.hold_rendezvous_port)
-        port = await self.trainers[0].get("port")
+        await self._in_time({"trainer0": self.trainers[0].build(wiring.hold_rendezvous_port)})
+        port = await self._within(self.trainers[0].get("port"), "trainer0 to name its port")
         starting = {f"rollout{i}": w.build(wiring.build_rollout, spec, i) for i, w in enumerate(self.rollouts)}
         starting |= {
             f"trainer{r}": w.build(wiring.build_trainer, spec, r, port, shm_path("relay"))
@@ -97,14 +99,27 @@ class Session:
             missing = ", ".join(sorted(tasks[t] for t in waiting))
             raise DeadlineExceeded(f"not started after {limit:g} s (workflow.start_timeout_s): {missing}")
 
+    async def _within(self, work: Awaitable[T], whom: str) -> T:
+        """Work outside the loops, which the watchdog does not see; the deadline is that of the start."""
+        limit = self.config.workflow.start_timeout_s
+        try:
+            return await asyncio.wait_for(work, limit)
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded(f"waited {limit:g} s (workflow.start_timeout_s) for {whom}") from None
+
+    async def bring_all_up(self) -> None:
+        await self._within(self.sync.bring_all_up(), "the replicas to load the newest weights")
+
     async def prepare(self, say: Callable[[str], None]) -> None:
         """Version 0: probe answers, the first publication, the check that both sides agree, the first evaluation."""
         say("checking weights of trainer and rollout")
         await self._choose_probe()
-        first = await asyncio.gather(*(t.start(0, self.sync.probe) for t in self.trainers))
+        starting = asyncio.gather(*(t.start(0, self.sync.probe) for t in self.trainers))
+        first = await self._within(starting, "the trainer ranks to publish the starting weights")
         manifest = next(f.manifest for f in first if f.manifest is not None)
         self.sync.publish(manifest, next((f.probe for f in first if f.probe), []))
-        await asyncio.gather(*(self.sync.check(i) for i in range(len(self.rollouts))))
+        checks = asyncio.gather(*(self.sync.check(i) for i in range(len(self.rollouts))))
+        await self._within(checks, "the replicas to score the probe answers")
         if self.config.evaluation.prompts and self.prompts.heldout:
             say("evaluating held-out prompts")
             self.recorder.evaluated(0, await self.evaluate())
@@ -115,7 +130,8 @@ class Session:
         if not count:
             return
         chosen = (self.prompts.heldout or self.prompts.train)[:count]
-        answers = await self.rollouts[0].answer([p.ids for p in chosen], False)
+        asked = self.rollouts[0].answer([p.ids for p in chosen], False)
+        answers = await self._within(asked, "rollout0 to answer the probe prompts")
         self.sync.probe = [(p.ids, ids) for p, (ids, _) in zip(chosen, answers) if len(ids)]
 
     async def train(self) -> None:
@@ -149,15 +165,17 @@ class Session:
         chosen: list[Prompt] = self.prompts.heldout[: self.config.evaluation.prompts]
         if not chosen:
             return None
-        await self.sync.bring_all_up()
+        await self.bring_all_up()
         shares = np.array_split(np.arange(len(chosen)), len(self.rollouts))
-        answers = await asyncio.gather(
+        asked = asyncio.gather(
             *(w.answer([chosen[i].ids for i in share], True) for w, share in zip(self.rollouts, shares) if len(share))
         )
+        answers = await self._within(asked, "the replicas to answer the held-out prompts")
         flat = [a for part in answers for a in part]
-        scores = await self.scorer.score_texts(
+        scoring = self.scorer.score_texts(
             [ids for ids, _ in flat], [p.truth for p in chosen], [reason == "stop" for _, reason in flat]
         )
+        scores = await self._within(scoring, "the scorer to score the held-out answers")
         return float(np.mean([0.0 if s is None else s for s in scores]))
 
     async def save(self, step: int) -> None:
@@ -165,7 +183,8 @@ class Session:
         folder = self.folder.checkpoints / f"step_{step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
         extra = {"step": step, "data": self.stream.state(), "seed": self.config.run.seed}
-        await asyncio.gather(*(t.save(str(folder), extra) for t in self.trainers))
+        saving = asyncio.gather(*(t.save(str(folder), extra) for t in self.trainers))
+        await self._within(saving, "the trainer ranks to save")
         link(folder / "hf", self.folder.hf)
 
     @property

@@ -35,7 +35,6 @@ class StepBook:
         self._issues: dict[int, Issue] = {}  # by open group
         self._batch_of: dict[int, int] = {}
         self._pending: dict[int, set[int]] = {}  # by batch
-        self._rows_of: dict[int, np.ndarray] = {}
         self._batches = 0
         self._ended = False
         self._changed = asyncio.Condition()
@@ -89,9 +88,6 @@ class StepBook:
         batch = self._batch_of.pop(group_id)
         self._pending[batch].discard(group_id)
         return batch, self._issues.pop(group_id)
-
-    def is_open(self, group_id: int) -> bool:
-        return group_id in self._batch_of
 
     def open_batches(self) -> Iterator[tuple[int, int]]:
         """(batch, open groups) for messages."""

@@ -59,7 +59,8 @@ class StepRecorder:
         self.config, self.metrics, self.samples, self.progress, self.decode = config, metrics, samples, progress, decode
         self.busy = BusyClock()
         self.sides = ["trainer", *(f"rollout{i}" for i in range(config.rollout.replicas))]
-        self.rewards: list[float] = []  # mean of each step
+        self.rewards: list[float] = []  # mean of each step that trained anything
+        self.steps = 0
         self.lags: Counter[int] = Counter()
         self.skipped = 0
         self.heldout: list[tuple[int, float]] = []
@@ -146,7 +147,9 @@ class StepRecorder:
         wall = now - self._mark
         optim = finish[0].optim
         self.skipped += not optim.applied
-        self.rewards.append(float(np.mean(self._step_rewards)) if self._step_rewards else float("nan"))
+        self.steps += 1
+        if self._step_rewards:  # a step whose answers all went without a score has none
+            self.rewards.append(float(np.mean(self._step_rewards)))
         self.lags.update(self._lag_oldest)
         self._trained_tokens += self._tokens
         metrics = reduce_sums([*self._parts, self._sample_parts()] if self._step_rewards else self._parts)
@@ -161,8 +164,8 @@ class StepRecorder:
             "perf/host_memory_bytes": float(psutil.virtual_memory().used),
             "weight_sync/publish_s": max(f.publish_s for f in finish),
             "weight_sync/version": min(sync.served),
-            "weight_sync/probe_gap_max": sync.last_gap,
-            "weight_sync/load_s": sync.last_load_s,
+            "weight_sync/probe_gap_max": sync.step_gap,
+            "weight_sync/load_s": sync.step_load_s,
             "weight_sync/bytes": next(f.manifest.nbytes for f in finish if f.manifest is not None),
             "data/epoch": book.epoch,
             "samples/issued": window.issued,
@@ -176,6 +179,7 @@ class StepRecorder:
         get_tracer().counter("dock: rows that wait", **waiting)
         metrics |= self._idle(wall) | {f"queue/{task}": float(n) for task, n in waiting.items()}
         metrics |= self._pending_eval
+        sync.new_step()
         self.metrics.write(step, metrics)
         self.progress.step(step, metrics)
         self._reset(now)
@@ -245,8 +249,8 @@ class StepRecorder:
             "reward_first": self.rewards[0] if self.rewards else None,
             "reward_last": float(np.mean(last)) if last else None,
             "heldout_first": self.heldout[0][1] if self.heldout else None,
-            "heldout_greedy": self.heldout[-1][1] if self.heldout else None,
-            "steps": len(self.rewards),
+            "heldout_greedy": self.heldout[-1][1] if self.heldout and self.heldout[-1][0] == window.version else None,
+            "steps": self.steps,
             "wall_s": round(wall_s, 2),
             "loop_s": round(loop_s, 3),
             "max_lag": max(self.lags, default=0),
@@ -257,10 +261,10 @@ class StepRecorder:
             "samples_open": window.open,
             "dropped_by_reason": dict(window.dropped),
             "skipped_steps": self.skipped,
-            "samples_per_s": window.trained / loop_s if self.rewards else None,
-            "tokens_per_s": self._trained_tokens / loop_s if self.rewards else None,
-            "trainer_idle_share": max(0.0, 1 - sides["trainer"] / loop_s) if self.rewards else None,
-            "rollout_idle_share": max(0.0, 1 - sum(rollout) / len(rollout) / loop_s) if self.rewards else None,
+            "samples_per_s": window.trained / loop_s if self.steps else None,
+            "tokens_per_s": self._trained_tokens / loop_s if self.steps else None,
+            "trainer_idle_share": max(0.0, 1 - sides["trainer"] / loop_s) if self.steps else None,
+            "rollout_idle_share": max(0.0, 1 - sum(rollout) / len(rollout) / loop_s) if self.steps else None,
             "rollout_train_logprob_gap_max": sync.gap_max,
             "note": self.ended_early,
             "error": error,

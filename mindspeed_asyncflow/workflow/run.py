@@ -259,7 +259,7 @@ class Run:
         self.progressed()
 
     def count_bad(self, finish: FinishReport) -> None:
-        if finish.optim.applied:
+        if not finish.optim.bad_tensor:
             self.bad_steps = 0
             return
         self.bad_steps += 1

@@ -43,10 +43,6 @@ class StalenessWindow:
         """The bound that the claim of the `train` task enforces."""
         return self.version - self.max_lag
 
-    def batches_allowed(self, issued_batches: int) -> int:
-        """How many more batches may be issued now."""
-        return max(0, self.version + self.max_lag + 1 - issued_batches)
-
     async def wait_to_issue(self, batch: int) -> None:
         """Wait until `batch` may be issued; what unblocks it is `advance`."""
         async with self._opened:

@@ -80,8 +80,8 @@ class TrainWorker:
             samples, finish = self._read(rows, versions, groups)
             by_row = {s.row: s for s in samples}
             sums = self.engine.forward_backward([pack([by_row[r] for r in batch]) for batch in mine])
-        shown = samples[:samples_wanted]
-        truths = self.dock.read(rows[: len(shown)], ["truth"])["truth"] if shown else []
+        shown = list({s.group_id: s for s in reversed(samples)}.values())[::-1][:samples_wanted]  # one per prompt
+        truths = self.dock.read(np.array([s.row for s in shown]), ["truth"])["truth"] if shown else []
         return ChunkReport(
             sums | lengths(samples, finish),
             time.perf_counter() - began,
@@ -116,7 +116,8 @@ class TrainWorker:
     def finish(self, version: int, tokens: int, sequences: int) -> FinishReport:
         """One optimizer step over everything accumulated, then publish `version` to the relay."""
         began = time.perf_counter()
-        denominator = loss_denominator(self.algorithm.aggregation, tokens, sequences)
+        # Without trained tokens there is nothing to step on: the engine leaves weights and schedule as they are.
+        denominator = loss_denominator(self.algorithm.aggregation, tokens, sequences) if tokens else 0.0
         with self.tracer.span("train/optimizer", lane=self.name, version=version):
             optim = self.engine.optim_step(denominator)
         manifest, publish_s = self._publish(version)

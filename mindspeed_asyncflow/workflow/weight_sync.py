@@ -9,6 +9,7 @@ run.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,9 +18,9 @@ import numpy as np
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.records import UpdateReport, WeightManifest
 
-# A correct load differs by rounding only: about 1e-5 in float32, a few 1e-2 in bfloat16. Another version of the
-# weights differs by far more than this.
-GAP_LIMIT = {"float32": 1e-2, "bfloat16": 0.5}
+# A correct load differs by rounding only: about 1e-5 in float32, up to 0.3 in bfloat16 (30 layers). The fingerprint
+# proves that the right bytes were loaded; this finds an engine that computes something else with them.
+GAP_LIMIT = {"float32": 1e-3, "bfloat16": 0.5}
 
 
 class ServesWeights(Protocol):
@@ -37,8 +38,11 @@ class WeightSync:
         self.probe: list[tuple[np.ndarray, np.ndarray]] = []
         self._expected: dict[int, list[np.ndarray]] = {}  # trainer's log-probabilities by version
         self.gap_max = 0.0  # nat, over the whole run
-        self.last_gap = 0.0
-        self.last_load_s = 0.0
+        self.new_step()
+
+    def new_step(self) -> None:
+        """Largest gap and load time are counted anew."""
+        self.step_gap = self.step_load_s = 0.0
 
     def publish(self, manifest: WeightManifest, expected: list[np.ndarray]) -> None:
         """The trainer wrote a version; replicas may load it from now on."""
@@ -51,7 +55,8 @@ class WeightSync:
         return self.newest is not None and self.newest.version > self.served[index]
 
     async def bring_up(self, index: int) -> float:
-        """Load the newest version into replica `index` and check it; returns the seconds the load took."""
+        """Load the newest version into replica `index` and check it; returns the seconds that it stood still."""
+        began = time.perf_counter()
         manifest = self.newest
         assert manifest is not None, "bring_up follows publish"
         report = await self.replicas[index].load(manifest)
@@ -61,9 +66,9 @@ class WeightSync:
                 f"{manifest.version} ({manifest.fingerprint})"
             )
         self.served[index] = report.version
-        self.last_load_s = report.load_s
+        self.step_load_s = max(self.step_load_s, report.load_s)
         await self.check(index)
-        return report.load_s
+        return time.perf_counter() - began
 
     async def check(self, index: int) -> None:
         """Score the probe answers with replica `index` and compare with the trainer at the same version."""
@@ -71,7 +76,7 @@ class WeightSync:
             return
         version, scored = await self.replicas[index].score(self.probe)
         gap = max(float(np.abs(a - b).max()) for a, b in zip(scored, self._expected[version]) if len(a))
-        self.last_gap = gap
+        self.step_gap = max(self.step_gap, gap)
         self.gap_max = max(self.gap_max, gap)
         if not gap <= self.limit:
             raise WeightSyncError(

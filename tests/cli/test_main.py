@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_asyncflow import cli
-from mindspeed_asyncflow.errors import PlatformError, RunFailed
+from mindspeed_asyncflow.errors import PlatformError, WeightSyncError
 
 TINY = "configs/qwen_tiny_cpu.yaml"
 
@@ -69,14 +69,14 @@ def test_train_hands_the_overridden_settings_to_the_service(service, tmp_path):
 
 
 def test_own_errors_show_the_root_cause_first_without_a_traceback(service, capsys):
-    failure = RunFailed("the run stopped in step 3")
+    failure = WeightSyncError("the run stopped in step 3")
     failure.__cause__ = PlatformError("port 5 is in use; set dock.port to 0")
     service.ends = failure
     assert cli.main(["train", TINY]) == 1
     err = capsys.readouterr().err.splitlines()
     assert err == [
         "asyncflow: PlatformError: port 5 is in use; set dock.port to 0",
-        "  therefore: RunFailed: the run stopped in step 3",
+        "  therefore: WeightSyncError: the run stopped in step 3",
     ]
 
 

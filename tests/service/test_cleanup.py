@@ -20,7 +20,7 @@ def test_only_files_of_dead_drivers_are_removed(shm):
     (shm / f"asyncflow-{dead.pid}-relay").touch()
     (shm / "asyncflow-1-arena").touch()
     (shm / "someone-elses").touch()
-    assert cleanup.remove_stale_shm() == [f"asyncflow-{dead.pid}-relay"]
+    assert cleanup.remove_stale(shm) == [f"asyncflow-{dead.pid}-relay"]
     assert sorted(p.name for p in shm.iterdir()) == ["asyncflow-1-arena", "someone-elses"]
 
 

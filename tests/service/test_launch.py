@@ -126,6 +126,14 @@ def test_reference_engine_with_kl_agrees_with_the_trainer_at_any_temperature(tmp
     assert last["actor/kl_loss"] > 1e-6
 
 
+@pytest.mark.nightly
+def test_the_packaged_smollm2_answers_in_words_and_is_trained(tmp_path):
+    job = Job(tmp_path / "runs", ROOT / "configs" / "smollm2_135m_cpu.yaml", "trainer.steps=2")
+    assert job.wait(900) == 0, job.text
+    assert job.summary["samples_trained"] == 128 and job.summary["heldout_greedy"] > 0.1
+    assert "Calculate" in (job.folder / "samples" / "step_000000.txt").read_text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_every_process_within_15_s(tmp_path, number):
     """B97: nothing of the run is left, and the same job starts again."""

@@ -21,7 +21,6 @@ def test_a_dropped_group_leaves_its_batch_and_its_prompt_can_come_back_as_a_new_
     book, prompt = asyncio.run(scenario())
     assert prompt.prompt_index == 0
     assert book.pending(0) == [1, 2]
-    assert not book.is_open(0)
 
 
 def test_group_ids_rise_and_members_count_up():

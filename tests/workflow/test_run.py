@@ -6,6 +6,7 @@ import pytest
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import DeadlineExceeded, EngineError
+from mindspeed_asyncflow.observe.summary import check_summary
 from tests.workflow.fakes import FakePool, FakeRollout, FakeTrain, prompts_of, run_loops
 
 
@@ -136,3 +137,15 @@ def test_one_task_at_a_time_trains_the_same_rows_as_overlapped(tmp_path):
 def test_every_step_divides_by_the_tokens_of_its_global_batch(tmp_path):
     out = run_loops(config(steps=3), tmp_path, prompts_of(100, 4))
     assert out.train.denominators == [16.0, 16.0, 16.0]
+
+
+def test_a_run_whose_answers_all_go_without_a_score_ends_with_a_valid_summary_and_untouched_weights(tmp_path):
+    """B09, B05: nothing to train on is no step of the optimizer, no NaN and no lost report."""
+    pool = FakePool()
+    pool.silent_truths = {str(i) for i in range(100)}
+    out = run_loops(config(steps=2), tmp_path, prompts_of(100, 4), pool=pool)
+    summary = out.recorder.summary(out.run.window, out.run.sync, 1.0)
+    check_summary(summary)
+    assert summary["reward_first"] is None and summary["steps"] == 2
+    assert out.train.denominators == [0.0, 0.0]
+    assert summary["dropped_by_reason"] == {"unscored": 16}
