@@ -125,6 +125,7 @@ class _Launch:
         try:
             await session.start(say)
             await session.prepare(say)
+            say("training the first batch")
             await session.train()
             say("evaluating held-out prompts")
             await session.bring_all_up()
