@@ -1,4 +1,4 @@
-"""The verbs over real sockets, with the arena mapped and with all bytes in frames."""
+"""The verbs of one pair over real sockets, with the arena mapped and with all bytes in frames."""
 
 import itertools
 import threading
