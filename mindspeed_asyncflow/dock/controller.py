@@ -29,9 +29,10 @@ from mindspeed_asyncflow.errors import AsyncFlowError, DockError
 
 
 class Controller:
-    def __init__(self, schema: Schema, lease_s: float) -> None:
+    def __init__(self, schema: Schema, lease_s: float, pair: int = 0, first_claim: int = 1) -> None:
         self.schema = schema
-        self.leases = LeaseBook(lease_s)
+        self.pair = pair
+        self.leases = LeaseBook(lease_s, first_claim)
         self.partitions: dict[str, Partition] = {}
         self._by_number: dict[int, Partition] = {}
         self.waiting: dict[tuple[str, str], dict[object, ClaimRequest]] = {}
@@ -47,7 +48,7 @@ class Controller:
         if name not in self.partitions:
             if len(self.partitions) >= 1 << PARTITION_BITS:
                 raise DockError("too many partitions")
-            part = Partition(name, len(self.partitions), list(self.schema.tasks))
+            part = Partition(name, len(self.partitions), list(self.schema.tasks), self.pair)
             self.partitions[name] = self._by_number[part.number] = part
         return self.partitions[name]
 
@@ -110,7 +111,7 @@ class Controller:
 
     def resolve(self, rows: np.ndarray, repeats: bool = False) -> tuple[Partition, np.ndarray]:
         """Slots of rows of one partition. Raises StaleHandle; DockError, unless `repeats`, for a row named twice."""
-        numbers, slots, generations = unpack_handles(rows)
+        pairs, numbers, slots, generations = unpack_handles(rows)
         part = self._by_number.get(int(numbers[0])) if len(rows) else None
         if part is None or not bool((numbers == numbers[0]).all()):
             raise DockError("a call names rows of one partition, at least one")

@@ -24,13 +24,13 @@ class OpenClaim:
 
 
 class LeaseBook:
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, first: int = 1) -> None:
         self.lease_s = lease_s
         self.open: dict[int, OpenClaim] = {}
         self._heap: list[tuple[float, int]] = []
         self._ended: dict[int, str] = {}
         self._order: deque[int] = deque()
-        self._next = 1
+        self._next = first
         self.held: dict[tuple[str, str, str], int] = {}  # rows claimed by (partition, task, worker)
         self.expired = 0
 

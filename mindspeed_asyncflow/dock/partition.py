@@ -29,6 +29,13 @@ class ClaimRequest:
     group_ids: list[int] | None = None
     min_version: int | None = None
     at_least: int = 1
+    max_age_s: float | None = None  # since the put; older rows are dropped as "stale"
+    seed: int = 0  # of the policy "random"
+    peek: bool = False  # takes nothing: answered, after all others, with the number of ready units
+    team: str = ""  # consumers that claim together, round by round (see `teams`)
+    rank: int = 0
+    ranks: int = 1
+    split: str = "same"  # how a round is divided over the team: same, tokens, fifo
     started: float = 0.0
     dropped: list[Dropped] = field(default_factory=list)
 
@@ -46,19 +53,20 @@ class Grant:
     tokens: np.ndarray  # int64 [n]
     dropped: list[Dropped]
     sealed: bool  # the task has had all rows of the partition: nothing will come any more
+    ready: int = 0  # units of the task that are ready after this grant
 
 
 class Partition:
     """Rows that know nothing of the rows of other partitions."""
 
-    def __init__(self, name: str, number: int, tasks: Sequence[str]) -> None:
-        self.name, self.number = name, number
+    def __init__(self, name: str, number: int, tasks: Sequence[str], pair: int = 0) -> None:
+        self.name, self.number, self.pair = name, number, pair
         self.rows, self.groups = RowTable(), GroupTable()
         self.queues = {task: TaskQueue(self.rows, self.groups) for task in tasks}
         self.sealed = False
 
     def handles(self, slots: np.ndarray) -> np.ndarray:
-        return pack_handles(self.number, slots, self.rows.generation[slots])
+        return pack_handles(self.pair, self.number, slots, self.rows.generation[slots])
 
     def members(self, groups: np.ndarray) -> np.ndarray:
         """Row slots of `groups` (slots, at least one) without those that are on their way out."""

@@ -1,6 +1,6 @@
 """Rows and groups of one partition as parallel arrays, and the handle that names a row for ever.
 
-A handle is (partition, slot, generation) in one int64. A slot is used again after its row is freed, its generation
+A handle is (pair, partition, slot, generation) in one int64. A slot is used again after its row is freed, its generation
 rises, and the old handle is stale from then on.
 """
 
@@ -13,20 +13,23 @@ import numpy as np
 
 from mindspeed_asyncflow.errors import DockError, DockFull, StaleHandle
 
-PARTITION_BITS, SLOT_BITS, GENERATION_BITS = 16, 24, 23  # 63 bits: handles stay positive
+PAIR_BITS, PARTITION_BITS, SLOT_BITS, GENERATION_BITS = 8, 10, 24, 21  # 63 bits: handles stay positive
 NO_VERSION = -1
 MAX_SLOTS = 1 << SLOT_BITS
 _LAST_GENERATION = (1 << GENERATION_BITS) - 1
 
 
-def pack_handles(partition: int, slots: np.ndarray, generations: np.ndarray) -> np.ndarray:
+def pack_handles(pair: int, partition: int, slots: np.ndarray, generations: np.ndarray) -> np.ndarray:
     """int64 [n]"""
-    return (np.int64(partition) << (SLOT_BITS + GENERATION_BITS)) | (slots << GENERATION_BITS) | generations
+    prefix = (pair << PARTITION_BITS | partition) << (SLOT_BITS + GENERATION_BITS)
+    return (slots << GENERATION_BITS) + generations + prefix
 
 
-def unpack_handles(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Partition numbers, slots, generations; int64 [n] each."""
-    return rows >> (SLOT_BITS + GENERATION_BITS), (rows >> GENERATION_BITS) & (MAX_SLOTS - 1), rows & _LAST_GENERATION
+def unpack_handles(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Pairs, partition numbers, slots, generations; int64 [n] each."""
+    numbers = rows >> (SLOT_BITS + GENERATION_BITS)
+    slots = (rows >> GENERATION_BITS) & (MAX_SLOTS - 1)
+    return numbers >> PARTITION_BITS, numbers & ((1 << PARTITION_BITS) - 1), slots, rows & _LAST_GENERATION
 
 
 class Parallel:
