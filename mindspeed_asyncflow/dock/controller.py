@@ -7,84 +7,164 @@ are listed in `departed`, for the warehouse to free their bytes.
 Laws, each guaranteed here and nowhere else:
 - a row is offered to a task exactly when all columns that the task reads are written and no worker of that task holds
   or has finished it; it is claimed at the grant, and offered again when the claim is released or its lease runs out;
-- a row that is dropped or freed keeps its bytes until the last claim on it ends, and is offered to nobody;
-- no claim grants a row or group that is older than the claim's `min_version`: such rows are dropped as "stale".
+- a row that is dropped or freed keeps its bytes until the last claim or pin on it ends, and is offered to nobody;
+- no claim grants a row or group that is older than the claim's bounds: such rows are dropped as "stale";
+- no verb looks at the rows alive, or at the waiting claims, that it does not concern;
+- every effect on rows, but those of `put` and `commit` (the node knows their cells), goes through `journal` once.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable
 
 import numpy as np
 
-from mindspeed_asyncflow.dock import report
-from mindspeed_asyncflow.dock.columns import Schema
-from mindspeed_asyncflow.dock.leases import LeaseBook, OpenClaim
-from mindspeed_asyncflow.dock.partition import ClaimRequest, Dropped, Grant, Partition
-from mindspeed_asyncflow.dock.policies import pick
-from mindspeed_asyncflow.dock.queue import CLAIMED, WAITING, TaskQueue
-from mindspeed_asyncflow.dock.table import MAX_SLOTS, PARTITION_BITS, unpack_handles
-from mindspeed_asyncflow.errors import AsyncFlowError, DockError
+from mindspeed_asyncflow.dock.claims import Claims
+from mindspeed_asyncflow.dock.columns import Schema, TaskSpec
+from mindspeed_asyncflow.dock.partition import Partition
+from mindspeed_asyncflow.dock.queue import CLAIMED, DONE, GONE, WAITING, TaskQueue
+from mindspeed_asyncflow.dock.table import (
+    GENERATION_BITS,
+    LAST_GENERATION,
+    MAX_SLOTS,
+    NUMBER_SHIFT,
+    PARTITION_BITS,
+)
+from mindspeed_asyncflow.errors import DockError, StaleHandle
 
 
-class Controller:
+def _no_journal(kind: str, fields: dict) -> None:
+    """Nothing is kept."""
+
+
+class Controller(Claims):
     def __init__(self, schema: Schema, lease_s: float, pair: int = 0, first_claim: int = 1) -> None:
-        self.schema = schema
-        self.pair = pair
-        self.leases = LeaseBook(lease_s, first_claim)
-        self.partitions: dict[str, Partition] = {}
-        self._by_number: dict[int, Partition] = {}
-        self.waiting: dict[tuple[str, str], dict[object, ClaimRequest]] = {}
-        self._touched: set[tuple[str, str]] = set()  # queues that may satisfy somebody now
-        self.outcomes: list[tuple[object, Grant | AsyncFlowError]] = []
+        super().__init__(schema, lease_s, pair, first_claim)
+        self.journal: Callable[[str, dict], None] = _no_journal
         self.departed: list[tuple[Partition, np.ndarray, np.ndarray]] = []  # partition, row slots, group slots
         self.drops: Counter[str] = Counter()
+        self.rows_written: Counter[str] = Counter()  # by column
+        self._by_number: dict[int, Partition] = {}
+        self._free_numbers: deque[tuple[int, int]] = deque()  # of closed partitions, and their next generation
+        self._numbers = 0
 
-    # -- rows come ------------------------------------------------------------------------------------------------
+    # -- partitions ------------------------------------------------------------------------------------------------
 
-    def open(self, name: str) -> Partition:
-        """The partition `name`, made on first use."""
-        if name not in self.partitions:
-            if len(self.partitions) >= 1 << PARTITION_BITS:
-                raise DockError("too many partitions")
-            part = Partition(name, len(self.partitions), list(self.schema.tasks), self.pair)
-            self.partitions[name] = self._by_number[part.number] = part
-        return self.partitions[name]
+    def open(self, name: str, number: int | None = None, first: int = 1) -> Partition:
+        """The partition `name`, made on first use. `number` and `first` generation are given after a restart."""
+        part = self.partitions.get(name)
+        if part is not None:
+            return part
+        if number is None:
+            number, first = self._next_number()
+        elif number in self._by_number:
+            raise DockError(f"partition number {number} is taken by {self._by_number[number].name!r}")
+        else:
+            self._free_numbers = deque((n, g) for n, g in self._free_numbers if n != number)
+            self._free_numbers.extend((n, 1) for n in range(self._numbers, number))
+            self._numbers = max(self._numbers, number + 1)
+        part = Partition(name, number, list(self.schema.tasks), self.pair, first)
+        self.partitions[name] = self._by_number[number] = part
+        return part
 
-    def check_put(self, name: str, ids: Sequence[int], sizes: Sequence[int], counts: Sequence[int]) -> Partition:
+    def _next_number(self) -> tuple[int, int]:
+        if self._free_numbers:
+            return self._free_numbers.popleft()
+        if self._numbers >= 1 << PARTITION_BITS:
+            raise DockError(f"a dock holds at most {1 << PARTITION_BITS} partitions at a time; close some first")
+        self._numbers += 1
+        return self._numbers - 1, 1
+
+    def seal(self, name: str, now: float) -> None:
+        """No more rows come. Groups that never became complete count as whole with the members that they have."""
+        part = self.open(name)
+        if part.closing:
+            raise DockError(f"partition {name!r} is being closed")
+        if not part.sealed:
+            self.journal("seal", {"partition": name})
+        part.sealed = True
+        groups = part.groups.live()
+        short = groups[part.groups.alive[groups] < part.groups.size[groups]]
+        part.groups.size[short] = part.groups.alive[short]
+        for task, queue in part.queues.items():
+            queue.refresh(short)
+            self.touched.add((name, task))
+        self.wake(now)
+
+    def close(self, name: str, now: float) -> None:
+        """Frees all rows, those that are held when their claims end; the last one takes the partition with it."""
+        part = self.partitions.get(name)
+        if part is None:
+            raise DockError(f"there is no partition {name!r} to close")
+        if not part.closing:
+            self.journal("close", {"partition": name})
+            part.closing = True
+            alive = part.rows.alive & ~part.rows.doomed
+            self._leave(part, np.flatnonzero(alive), journaled=False)
+            self._forget_if_empty(part)
+        self.wake(now)
+
+    def _forget_if_empty(self, part: Partition) -> None:
+        if part.closing and not part.rows.count:
+            del self.partitions[part.name], self._by_number[part.number]
+            first = part.rows.next_generation()
+            if first < LAST_GENERATION:  # a worn-out number is never used again
+                self._free_numbers.append((part.number, first))
+            self.teams.forget(part.name)
+
+    # -- rows come -------------------------------------------------------------------------------------------------
+
+    def check_put(self, name: str, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> Partition:
         """Raises DockError unless the groups can be put; changes nothing but the list of partitions."""
         part = self.open(name)
-        if part.sealed:
-            raise DockError(f"partition {name!r} is sealed: no more rows can be put")
-        if len(set(ids)) != len(ids):
+        if part.sealed or part.closing:
+            raise DockError(f"partition {name!r} is {'being closed' if part.closing else 'sealed'}: no row can be put")
+        ids, sizes, counts = (np.asarray(a, np.int64) for a in (ids, sizes, counts))
+        keys = ids.tolist()
+        if len(set(keys)) != len(keys):
             raise DockError("a put names the same group twice")
-        part.rows.check_room(sum(counts))
-        for group, size, count in zip(ids, sizes, counts):
-            slot = part.groups.by_id.get(group)
-            there = int(part.groups.alive[slot]) if slot is not None else 0
-            limit = int(part.groups.size[slot]) if slot is not None else size
-            if count < 1 or not 0 < size <= MAX_SLOTS or there + count > limit:
-                raise DockError(f"group {group} of {limit} rows has {there} rows already and cannot take {count} more")
+        part.rows.check_room(int(counts.sum()))
+        limit, free = sizes, sizes
+        if not part.groups.by_id.keys().isdisjoint(keys):
+            groups = part.groups.lookup(ids)
+            limit = np.where(groups < 0, sizes, part.groups.size[groups])
+            free = limit - np.where(groups < 0, 0, part.groups.alive[groups])
+        bad = (counts < 1) | (sizes < 1) | (sizes > MAX_SLOTS) | (counts > free)
+        if np.count_nonzero(bad):
+            at = int(np.argmax(bad))
+            raise DockError(
+                f"group {keys[at]} of {limit[at]} rows has {limit[at] - free[at]} rows already "
+                f"and cannot take {counts[at]} more"
+            )
         return part
 
     def put(
-        self, part: Partition, ids: Sequence[int], sizes: Sequence[int], counts: np.ndarray,
-        members: np.ndarray, ready: np.int64, tokens: np.ndarray, now: float,
+        self, part: Partition, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray, members: np.ndarray,
+        ready: np.int64, tokens: np.ndarray, now: float, slots: np.ndarray | None = None,
+        generations: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Adds counts[g] rows to group g, with the columns `ready` written. Returns row slots [n], group slots [g]."""
-        groups = part.groups.add(ids, sizes)
-        slots = part.rows.add(np.repeat(groups, counts), members, ready, tokens)
-        begin = 0
-        for group, count in zip(groups.tolist(), counts.tolist()):
-            part.groups.attach(group, slots[begin : begin + count])
-            begin += count
+        """Adds counts[g] rows to group g, with the columns `ready` written. Returns row slots [n], group slots [g].
+
+        `slots` and `generations` are given after a restart: rows get back the handles that they had.
+        """
+        ids, sizes, counts = (np.asarray(a, np.int64) for a in (ids, sizes, counts))
+        groups = part.groups.add(ids, sizes, counts)
+        slots = part.rows.take(len(members), slots)
+        if generations is not None:
+            part.rows.generation[slots] = generations
+        owners = groups if len(groups) == len(slots) else np.repeat(groups, counts)
+        part.rows.add(slots, owners, members, ready, tokens, now)
+        part.groups.attach(groups, counts, slots)
+        mask = int(ready)
+        self._note_columns(mask, len(slots))
         for task, queue in part.queues.items():
             queue.enter(slots)
-            if ready & self.schema.need[task] == self.schema.need[task]:
+            need = self.schema.need[task]
+            if mask & int(need) == need:
                 queue.offer(slots)
-            self._touched.add((part.name, task))
-        self._wake(now)
+                self.touched.add((part.name, task))
+        self.wake(now)
         return slots, groups
 
     def commit(
@@ -93,225 +173,156 @@ class Controller:
     ) -> None:  # fmt: skip
         """The bytes of columns `written` are in place for `slots` (unique): tasks that lack nothing now get them."""
         rows = part.rows
-        before = rows.ready[slots]
-        after = before | written
+        after = rows.ready[slots] | written
         rows.ready[slots] = after
         if tokens is not None:
             rows.tokens[slots] += tokens
         if versions is not None:
             rows.note_versions(slots, *versions)
-        live = ~rows.doomed[slots]
+        mask = int(written)
+        self._note_columns(mask, len(slots))
         for task, queue in part.queues.items():
+            if queue.has_orders:
+                queue.rekey(slots)
             need = self.schema.need[task]
-            fresh = live & ((after & need) == need) & ((before & need) != need)
-            if fresh.any():
-                queue.offer(slots[fresh])
-                self._touched.add((part.name, task))
-        self._wake(now)
+            if mask & int(need):
+                fresh = ((after & need) == need) & (queue.states(slots) == WAITING)
+                count = np.count_nonzero(fresh)
+                if count:
+                    queue.offer(slots if count == len(slots) else slots[fresh])
+                    self.touched.add((part.name, task))
+        self.wake(now)
+
+    def _note_columns(self, mask: int, rows: int) -> None:
+        for name, bit in self.schema.bit.items():
+            if mask & int(bit):
+                self.rows_written[name] += rows
 
     def resolve(self, rows: np.ndarray, repeats: bool = False) -> tuple[Partition, np.ndarray]:
         """Slots of rows of one partition. Raises StaleHandle; DockError, unless `repeats`, for a row named twice."""
-        pairs, numbers, slots, generations = unpack_handles(rows)
-        part = self._by_number.get(int(numbers[0])) if len(rows) else None
-        if part is None or not bool((numbers == numbers[0]).all()):
+        numbers = rows >> NUMBER_SHIFT
+        if not len(rows) or np.count_nonzero(numbers == numbers[0]) != len(rows):
             raise DockError("a call names rows of one partition, at least one")
-        part.rows.check(rows, slots, generations)
-        if not repeats and len(set(slots.tolist())) != len(slots):
+        pair, number = divmod(int(numbers[0]), 1 << PARTITION_BITS)
+        if pair != self.pair:
+            raise DockError(f"these rows live on pair {pair}, this is pair {self.pair}")
+        part = self._by_number.get(number)
+        if part is None:
+            if number >= self._numbers:
+                raise DockError(f"no partition of this dock has the number {number}")
+            raise StaleHandle(f"{len(rows)} of {len(rows)} row handles are stale: their partition was closed")
+        slots = (rows >> GENERATION_BITS) & (MAX_SLOTS - 1)
+        part.rows.check(rows, slots, rows & LAST_GENERATION)
+        if not repeats and np.count_nonzero(part.rows.firsts(slots)) != len(slots):
             raise DockError("a call names the same row twice")
         return part, slots
 
-    # -- rows are given out ----------------------------------------------------------------------------------------
+    # -- tasks -----------------------------------------------------------------------------------------------------
 
-    def claim(self, request: ClaimRequest, now: float) -> Grant | None:
-        """The grant, or None: then the request is parked and `outcomes` will hold its answer."""
-        self.schema.task(request.task)
-        pick(request.policy, request.unit, request.group_ids)
-        if request.count < 1 or not 0 < request.at_least <= request.count:
-            raise DockError(f"a claim needs 1 <= at_least <= count, got {request.at_least} and {request.count}")
-        request.started = now
-        grant = self._attempt(request, now)
-        if grant is None:
-            if request.deadline <= now:
-                raise report.too_late(self, request, now)
-            self.waiting.setdefault((request.partition, request.task), {})[request.key] = request
-        self._wake(now)
-        return grant
+    def add_task(self, spec: TaskSpec, now: float) -> None:
+        """A new task: all live rows enter it, those that are ready at once, in issue order."""
+        known = self.schema.tasks.get(spec.name)
+        if known is not None and set(known.columns) != set(spec.columns):
+            raise DockError(f"task {spec.name!r} reads {', '.join(known.columns)}, not {', '.join(spec.columns)}")
+        if known is None:
+            need = self.schema.mask(spec.columns)
+            self.schema.tasks[spec.name] = spec
+            self.schema.need[spec.name] = need
+            self.journal("task", {"name": spec.name, "columns": list(spec.columns)})
+        need = self.schema.need[spec.name]
+        for part in self.partitions.values():
+            if spec.name not in part.queues:
+                queue = part.queues[spec.name] = TaskQueue(part.rows, part.groups)
+                slots = np.flatnonzero(part.rows.alive & ~part.rows.doomed)
+                slots = slots[np.argsort(part.rows.seq[slots])]
+                queue.enter(slots)
+                queue.offer(slots[(part.rows.ready[slots] & need) == need])
+                self.touched.add((part.name, spec.name))
+        self.wake(now)
 
-    def cancel(self, key: object) -> None:
-        """Forgets a parked request whose asker is gone."""
-        for parked in self.waiting.values():
-            parked.pop(key, None)
-
-    def _attempt(self, request: ClaimRequest, now: float) -> Grant | None:
-        part = self.partitions.get(request.partition)
-        if part is None:
-            return None
-        queue = part.queues[request.task]
-        slots = self._choose(part, queue, request)
-        over = self._is_tail(part, queue, request) and not len(slots)
-        if not (len(slots) or over or request.dropped):
-            return None
-        claim_id = 0
-        if len(slots):
-            claim_id = self.leases.start(part.name, request.task, request.worker, slots, now).id
-            queue.take(slots, claim_id)
-            part.rows.holders[slots] += 1
-        return part.grant(claim_id, slots, request.dropped, bool(over and not request.dropped))
-
-    def _choose(self, part: Partition, queue: TaskQueue, request: ClaimRequest) -> np.ndarray:
-        """Row slots for a claim, nothing when fewer than it needs are there. Drops what is too old on the way."""
-        groups_wanted = request.unit == "groups"
-        while True:
-            ready = queue.whole_groups if groups_wanted else queue.ready_rows
-            if not ready:
-                return np.empty(0, np.int64)
-            units = part.candidates(request)
-            stale = part.stale(units, groups_wanted, request.min_version)
-            if stale.any():
-                request.dropped += self._drop_units(part, units[stale], groups_wanted, "stale")
-                continue
-            tail = request.dropped or self._is_tail(part, queue, request)
-            if len(units) < request.at_least and not tail:
-                return np.empty(0, np.int64)
-            if groups_wanted and len(units):
-                return part.members(units)
-            return units
-
-    def _is_tail(self, part: Partition, queue: TaskQueue, request: ClaimRequest) -> bool:
-        """Whether nothing can become ready for this asker any more, except rows that it holds itself."""
-        own = self.leases.held.get((request.partition, request.task, request.worker), 0)
-        return part.sealed and int(queue.counts[WAITING] + queue.counts[CLAIMED]) == own
-
-    # -- claims end ------------------------------------------------------------------------------------------------
-
-    def held(
-        self, claim_id: int, part: Partition | None, slots: np.ndarray | None, now: float
-    ) -> tuple[OpenClaim, np.ndarray]:
-        """The claim, its lease renewed, and those of its rows that are meant (None: all).
-
-        Raises ClaimLost when the claim has ended, DockError when it does not hold a row.
-        """
-        claim = self.leases.get(claim_id, now)
-        if slots is None:
-            return claim, claim.slots
-        holder = self.partitions[claim.partition].queues[claim.task].holder(slots)
-        if part is not self.partitions[claim.partition] or not bool((holder == claim_id).all()):
-            raise DockError(
-                f"claim {claim_id} of task {claim.task!r} does not hold {int((holder != claim_id).sum())} of these rows"
-            )
-        return claim, slots
-
-    def done(self, claim_id: int, part: Partition | None, slots: np.ndarray | None, now: float) -> None:
-        """The task has finished these rows of the claim (None: all)."""
-        claim, slots = self.held(claim_id, part, slots, now)
-        self._end(claim, slots, "it is done", lambda queue, live: queue.finish(live))
-        self._wake(now)
-
-    def done_rows(self, part: Partition, task: str, slots: np.ndarray, now: float) -> None:
-        """As `done`, for rows that any open claims of `task` hold."""
+    def finish(self, part: Partition, task: str, slots: np.ndarray, now: float) -> None:
+        """The task is done with these rows, which nobody has claimed: their state after a restart."""
         self.schema.task(task)
-        holders = part.queues[task].holder(slots)
-        if not holders.all():
-            raise DockError(f"{int((holders == 0).sum())} of these rows are not claimed by task {task!r}")
-        for claim_id in np.unique(holders).tolist():
-            self.done(claim_id, part, slots[holders == claim_id], now)
+        queue = part.queues[task]
+        states = queue.states(slots)
+        if np.count_nonzero(states == CLAIMED):
+            raise DockError(f"some of these rows are claimed by task {task!r}: their claims end with done")
+        slots = slots[states != GONE]
+        queue.settle(slots)
+        self.note_done(part, task, slots)
+        self.touched.add((part.name, task))
+        self.wake(now)
 
-    def release(self, claim_id: int, part: Partition | None, slots: np.ndarray | None, now: float) -> None:
-        """These rows of the claim (None: all) are offered again, before others."""
-        claim, slots = self.held(claim_id, part, slots, now)
-        self._give_back(claim, slots, "it was released")
-        self._wake(now)
-
-    def forget_worker(self, worker: str, now: float) -> int:
-        """Takes back all claims of a lost worker; returns their number."""
-        claims = self.leases.of_worker(worker)
-        for claim in claims:
-            self._give_back(claim, claim.slots, f"worker {worker!r} was forgotten")
-        self._wake(now)
-        return len(claims)
-
-    def tick(self, now: float) -> None:
-        """Ends leases and waits whose time has come."""
-        for claim in self.leases.run_out(now):
-            self._give_back(claim, claim.slots, f"its lease of {self.leases.lease_s:g} s ran out")
-        self._wake(now)
-        for parked in self.waiting.values():
-            for key in [k for k, request in parked.items() if request.deadline <= now]:
-                self.outcomes.append((key, report.too_late(self, parked.pop(key), now)))
-
-    def next_deadline(self) -> float | None:
-        """When `tick` has something to do at the earliest."""
-        times = [request.deadline for parked in self.waiting.values() for request in parked.values()]
-        lease = self.leases.next_deadline()
-        return min(times + ([] if lease is None else [lease]), default=None)
-
-    def _give_back(self, claim: OpenClaim, slots: np.ndarray, reason: str) -> None:
-        self._end(claim, slots, reason, lambda queue, live: queue.offer(live, front=True))
-
-    def _end(
-        self, claim: OpenClaim, slots: np.ndarray, reason: str, then: Callable[[TaskQueue, np.ndarray], None]
-    ) -> None:
-        part = self.partitions[claim.partition]
-        queue = part.queues[claim.task]
-        self.leases.shorten(claim, slots, reason)
-        part.rows.holders[slots] -= 1
-        doomed = part.rows.doomed[slots]
-        then(queue, slots[~doomed])
-        self._touched.add((part.name, claim.task))
-        if doomed.any():
-            queue.leave(slots[doomed])
-            self._remove(part, slots[doomed & (part.rows.holders[slots] == 0)])
+    def reset(self, part: Partition, task: str, slots: np.ndarray, now: float) -> None:
+        """Rows that the task has done are offered to it again."""
+        self.schema.task(task)
+        queue = part.queues[task]
+        wrong = np.count_nonzero(queue.states(slots) != DONE)
+        if wrong:
+            raise DockError(f"{wrong} of these rows are not done by task {task!r}: they are offered already")
+        self.journal("reset", {"partition": part.name, "task": task, "slots": slots})
+        need = self.schema.need[task]
+        ready = (part.rows.ready[slots] & need) == need
+        queue.await_again(slots[~ready])
+        queue.offer(slots[ready], DONE)
+        self.touched.add((part.name, task))
+        self.wake(now)
 
     # -- rows go ---------------------------------------------------------------------------------------------------
 
+    def pin(self, part: Partition, slots: np.ndarray) -> None:
+        """The bytes of these rows (repeats allowed) are being sent: they stay until `unpin`."""
+        np.add.at(part.rows.holders, slots, 1)
+
+    def unpin(self, part: Partition, slots: np.ndarray, now: float) -> None:
+        np.subtract.at(part.rows.holders, slots, 1)
+        if part.rows.doomed_count:
+            free = slots[part.rows.doomed[slots] & (part.rows.holders[slots] == 0)]
+            self._remove(part, free[part.rows.firsts(free)])
+            self.wake(now)
+
     def drop(self, part: Partition, slots: np.ndarray, reason: str, now: float) -> None:
         """Rows leave all tasks; `reason` is counted. Their groups get smaller: the members that are left are whole."""
-        slots = slots[~part.rows.doomed[slots]]
+        slots = part.rows.lasting(slots)
         self.drops[reason] += len(slots)
         self._leave(part, slots)
-        self._wake(now)
+        self.wake(now)
 
     def free(self, part: Partition, slots: np.ndarray, now: float) -> None:
         """As `drop`, for rows that have served: nothing is counted."""
-        self._leave(part, slots[~part.rows.doomed[slots]])
-        self._wake(now)
+        self._leave(part, part.rows.lasting(slots))
+        self.wake(now)
 
-    def seal(self, name: str, now: float) -> None:
-        """No more rows come. Groups that never became complete count as whole with the members that they have."""
-        part = self.open(name)
-        part.sealed = True
-        groups = np.fromiter(part.groups.rows, np.int64, len(part.groups.rows))
-        short = groups[part.groups.alive[groups] < part.groups.size[groups]]
-        part.groups.size[short] = part.groups.alive[short]
-        for task, queue in part.queues.items():
-            queue.refresh(short)
-            self._touched.add((name, task))
-        self._wake(now)
-
-    def _drop_units(self, part: Partition, units: np.ndarray, groups: bool, reason: str) -> list[Dropped]:
-        slots = part.members(units) if groups else units
-        owner = part.rows.group[slots]
-        report = [
-            (int(part.groups.id[g]), part.handles(slots[owner == g]), reason) for g in dict.fromkeys(owner.tolist())
-        ]
-        self.drops[reason] += len(slots)
+    def drop_stale(self, part: Partition, slots: np.ndarray) -> None:
+        self.drops["stale"] += len(slots)
         self._leave(part, slots)
-        return report
 
-    def _leave(self, part: Partition, slots: np.ndarray) -> None:
+    def note_done(self, part: Partition, task: str, slots: np.ndarray) -> None:
+        if len(slots):
+            self.journal("done", {"partition": part.name, "task": task, "slots": slots})
+
+    def _leave(self, part: Partition, slots: np.ndarray, journaled: bool = True) -> None:
         """Out of every task that does not hold the rows right now; gone where no task does."""
         if not len(slots):
             return
-        held = part.rows.holders[slots] > 0
+        if journaled:
+            self.journal("leave", {"partition": part.name, "slots": slots})
+        rows = part.rows
+        rows.doom(slots)
+        free = rows.holders[slots] == 0
+        held = np.count_nonzero(free) != len(slots)
         for task, queue in part.queues.items():
-            going = slots[~held | (queue.states(slots) != CLAIMED)]
-            queue.leave(going)
-            self._touched.add((part.name, task))
-        groups = part.groups.shrink(part.rows.group[slots])
+            queue.leave(slots[queue.states(slots) != CLAIMED] if held else slots)
+            self.touched.add((part.name, task))
+        groups = part.groups.shrink(rows.group[slots])
         for queue in part.queues.values():
             queue.refresh(groups)
-        part.rows.doomed[slots[held]] = True
-        self._remove(part, slots[~held])
+        self._remove(part, slots[free] if held else slots)
+
+    def leave_doomed(self, part: Partition, task: str, slots: np.ndarray) -> None:
+        """A claim on rows that are on their way out has ended."""
+        part.queues[task].leave(slots)
+        self._remove(part, slots[part.rows.holders[slots] == 0])
 
     def _remove(self, part: Partition, slots: np.ndarray) -> None:
         if len(slots):
@@ -319,15 +330,4 @@ class Controller:
             part.rows.remove(slots)
             gone = part.groups.detach(groups, part.rows.alive)
             self.departed.append((part, slots, gone))
-
-    # -- waiting ---------------------------------------------------------------------------------------------------
-
-    def _wake(self, now: float) -> None:
-        """Answers parked requests of the queues that changed, oldest first."""
-        while self._touched:
-            parked = self.waiting.get(self._touched.pop())
-            for key, request in list(parked.items()) if parked else ():
-                grant = self._attempt(request, now)
-                if grant is not None and parked is not None:
-                    del parked[key]
-                    self.outcomes.append((key, grant))
+            self._forget_if_empty(part)

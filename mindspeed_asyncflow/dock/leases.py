@@ -10,7 +10,9 @@ import numpy as np
 
 from mindspeed_asyncflow.errors import ClaimLost
 
+PAIR_SHIFT = 48  # claim id: pair, then a counter
 _REMEMBERED = 4096  # ended claims whose reason is still known
+_Key = tuple[str, str, str]  # partition, task, owner
 
 
 @dataclass(slots=True)
@@ -21,47 +23,73 @@ class OpenClaim:
     worker: str
     deadline: float  # s, controller clock
     slots: np.ndarray = field(repr=False)  # int64: rows that are still claimed
+    key: _Key
+    sharers: set[str] | None = None  # workers that were given the same claim: it ends when one of them is lost
 
 
 class LeaseBook:
-    def __init__(self, lease_s: float, first: int = 1) -> None:
+    def __init__(self, lease_s: float, first: int = 1, pair: int = 0) -> None:
         self.lease_s = lease_s
         self.open: dict[int, OpenClaim] = {}
         self._heap: list[tuple[float, int]] = []
         self._ended: dict[int, str] = {}
         self._order: deque[int] = deque()
-        self._next = first
-        self.held: dict[tuple[str, str, str], int] = {}  # rows claimed by (partition, task, worker)
-        self.expired = 0
+        self._pair = pair
+        self._next = (pair << PAIR_SHIFT) | first
+        self.held: dict[_Key, int] = {}  # rows claimed by (partition, task, owner)
 
-    def start(self, partition: str, task: str, worker: str, slots: np.ndarray, now: float) -> OpenClaim:
-        claim = OpenClaim(self._next, partition, task, worker, now + self.lease_s, slots)
-        self._next += 1
-        self.open[claim.id] = claim
-        heapq.heappush(self._heap, (claim.deadline, claim.id))
-        self._hold(claim, len(slots))
+    def start(
+        self, partition: str, task: str, worker: str, slots: np.ndarray, now: float, owner: str = ""
+    ) -> OpenClaim:  # fmt: skip
+        """A new claim of `worker`. Its rows are held by `owner`, if given: a team rather than the worker."""
+        number = self._next
+        key = (partition, task, owner or worker)
+        claim = OpenClaim(number, partition, task, worker, now + self.lease_s, slots, key)
+        self._next = number + 1
+        self.open[number] = claim
+        heapq.heappush(self._heap, (claim.deadline, number))
+        self.held[key] = self.held.get(key, 0) + len(slots)
         return claim
 
     def get(self, claim_id: int, now: float) -> OpenClaim:
         """The open claim, its lease renewed. Raises ClaimLost when it has ended."""
         claim = self.open.get(claim_id)
         if claim is None:
-            reason = self._ended.get(claim_id, "it has ended" if 0 < claim_id < self._next else "it was never granted")
-            raise ClaimLost(f"claim {claim_id} is not open: {reason}; its rows may belong to another worker now")
+            raise ClaimLost(
+                f"claim {claim_id} is not open: {self._why(claim_id)}; its rows may belong to another worker now"
+            )
         claim.deadline = now + self.lease_s
         return claim
 
+    def _why(self, claim_id: int) -> str:
+        if claim_id in self._ended:
+            return self._ended[claim_id]
+        pair = claim_id >> PAIR_SHIFT
+        if pair != self._pair:
+            return f"it is one of pair {pair}, this is pair {self._pair}"
+        known = pair << PAIR_SHIFT < claim_id < self._next
+        return "it has ended" if known else "it was never granted"
+
     def shorten(self, claim: OpenClaim, slots: np.ndarray, reason: str) -> None:
         """`slots` leave the claim; the last ones end it."""
-        left = claim.slots[~np.isin(claim.slots, slots)] if len(slots) < len(claim.slots) else claim.slots[:0]
-        self._hold(claim, len(left) - len(claim.slots))
-        claim.slots = left
-        if not len(left):
-            del self.open[claim.id]
-            self._ended[claim.id] = reason
-            self._order.append(claim.id)
-            if len(self._order) > _REMEMBERED:
-                del self._ended[self._order.popleft()]
+        gone = len(slots)
+        left = self.held[claim.key] - gone
+        if left:
+            self.held[claim.key] = left
+        else:
+            del self.held[claim.key]
+        if gone < len(claim.slots):
+            claim.slots = claim.slots[~np.isin(claim.slots, slots)]
+            return
+        claim.slots = claim.slots[:0]
+        del self.open[claim.id]
+        self._ended[claim.id] = reason
+        self._order.append(claim.id)
+        if len(self._order) > _REMEMBERED:
+            del self._ended[self._order.popleft()]
+        if len(self._heap) > 2 * len(self.open) + 1024:  # claims that ended long before their lease
+            self._heap = [(c.deadline, c.id) for c in self.open.values()]
+            heapq.heapify(self._heap)
 
     def run_out(self, now: float) -> list[OpenClaim]:
         """Claims whose lease has ended; the caller takes their rows back."""
@@ -75,17 +103,21 @@ class LeaseBook:
                 heapq.heappush(self._heap, (claim.deadline, claim_id))
             else:
                 out.append(claim)
-        self.expired += len(out)
         return out
 
     def of_worker(self, worker: str) -> list[OpenClaim]:
-        return [claim for claim in self.open.values() if claim.worker == worker]
+        return [c for c in self.open.values() if c.worker == worker or (c.sharers is not None and worker in c.sharers)]
+
+    def ended_as(self, claim_id: int) -> str | None:
+        """Why a claim has ended; None: it has not, or so long ago that nobody remembers."""
+        return self._ended.get(claim_id)
+
+    def extend_all(self, seconds: float) -> None:
+        """Every lease lasts `seconds` longer: time in which nobody could answer."""
+        for claim in self.open.values():
+            claim.deadline += seconds
 
     def next_deadline(self) -> float | None:
+        while self._heap and self._heap[0][1] not in self.open:
+            heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
-
-    def _hold(self, claim: OpenClaim, change: int) -> None:
-        key = (claim.partition, claim.task, claim.worker)
-        self.held[key] = self.held.get(key, 0) + change
-        if not self.held[key]:
-            del self.held[key]

@@ -7,9 +7,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mindspeed_asyncflow.dock.policies import pick
+from mindspeed_asyncflow.dock.policies import Policy, pick
 from mindspeed_asyncflow.dock.queue import TaskQueue
-from mindspeed_asyncflow.dock.table import NO_VERSION, GroupTable, RowTable, pack_handles
+from mindspeed_asyncflow.dock.table import (
+    GENERATION_BITS,
+    NO_VERSION,
+    NUMBER_SHIFT,
+    PARTITION_BITS,
+    GroupTable,
+    RowTable,
+)
 
 Dropped = tuple[int, np.ndarray, str]  # group id, row handles, reason
 
@@ -39,6 +46,21 @@ class ClaimRequest:
     started: float = 0.0
     dropped: list[Dropped] = field(default_factory=list)
 
+    @property
+    def shares(self) -> int:
+        """Into how many claims the units are divided: a team takes `shares * count`."""
+        return self.ranks if self.team and self.split != "same" else 1
+
+    @property
+    def needs(self) -> int:
+        """Units that must be ready before anything is granted, unless they are the last."""
+        return self.at_least * self.shares
+
+    @property
+    def owner(self) -> str:
+        """Whom its rows count for when the end of a stream is looked for: nobody waits for rows of its own team."""
+        return f"team {self.team}" if self.team else self.worker
+
 
 @dataclass(slots=True)
 class Grant:
@@ -57,49 +79,58 @@ class Grant:
 
 
 class Partition:
-    """Rows that know nothing of the rows of other partitions."""
+    """Rows that know nothing of the rows of other partitions. `first`: generation of the first row of each slot."""
 
-    def __init__(self, name: str, number: int, tasks: Sequence[str], pair: int = 0) -> None:
+    def __init__(self, name: str, number: int, tasks: Sequence[str], pair: int = 0, first: int = 1) -> None:
         self.name, self.number, self.pair = name, number, pair
-        self.rows, self.groups = RowTable(), GroupTable()
+        self.rows, self.groups = RowTable(first), GroupTable()
         self.queues = {task: TaskQueue(self.rows, self.groups) for task in tasks}
         self.sealed = False
+        self.closing = False  # goes with its last row
+        self._prefix = (pair << PARTITION_BITS | number) << NUMBER_SHIFT
 
     def handles(self, slots: np.ndarray) -> np.ndarray:
-        return pack_handles(self.pair, self.number, slots, self.rows.generation[slots])
+        return (slots << GENERATION_BITS) + (self.rows.generation[slots] + self._prefix)
 
     def members(self, groups: np.ndarray) -> np.ndarray:
         """Row slots of `groups` (slots, at least one) without those that are on their way out."""
-        slots = np.concatenate([self.groups.rows[g] for g in groups.tolist()])
-        return slots[~self.rows.doomed[slots]]
+        return self.rows.lasting(self.groups.members(groups)[0])
 
-    def stale(self, units: np.ndarray, groups: bool, min_version: int | None) -> np.ndarray:
-        """bool [units]: rows, or groups with a row, older than the bound. A row without a version has no age."""
-        if min_version is None or not len(units):
-            return np.zeros(len(units), bool)
-        slots = self.members(units) if groups else units
-        version = self.rows.version_min[slots]
-        old = (version != NO_VERSION) & (version < min_version)
-        return np.isin(units, self.rows.group[slots[old]]) if groups else old
+    def as_rows(self, request: ClaimRequest, policy: Policy) -> bool:
+        """Whether the units of a claim are rows: asked for, or because every group is a single row."""
+        return request.unit == "rows" or (self.groups.singles and policy.order in ("arrival", "key"))
 
-    def candidates(self, request: ClaimRequest) -> np.ndarray:
+    def stale(self, units: np.ndarray, groups: bool, request: ClaimRequest, now: float) -> np.ndarray | None:
+        """bool [units]: rows, or groups with a row, older than a bound; None: no bound. No version is no age."""
+        if request.min_version is None and request.max_age_s is None:
+            return None
+        rows = self.rows
+        slots, fill = self.groups.members(units) if groups else (units, None)
+        old = np.zeros(len(slots), bool)
+        if request.min_version is not None:
+            version = rows.version_min[slots]
+            old |= (version != NO_VERSION) & (version < request.min_version)
+        if request.max_age_s is not None:
+            old |= now - rows.born[slots] > request.max_age_s
+        if fill is None or not len(units):
+            return old
+        return np.logical_or.reduceat(old & ~rows.doomed[slots], np.cumsum(fill) - fill)
+
+    def candidates(self, request: ClaimRequest, groups: bool, count: int) -> np.ndarray:
         """Units (row or group slots) that the policy of `request` picks now, at most `count`."""
         policy = pick(request.policy, request.unit, request.group_ids)
         queue = self.queues[request.task]
-        if policy.order == "issue":
-            units, ready = queue.next_groups(request.count)
-        elif policy.order == "listed":
-            by_id = self.groups.by_id
-            units = np.array([by_id[i] for i in dict.fromkeys(request.group_ids or ()) if i in by_id], np.int64)
-            ready = queue.whole(units)
+        if policy.order == "listed":
+            units = self.groups.lookup(np.array(list(dict.fromkeys(request.group_ids or ())), np.int64))
+            units = units[units >= 0]
+            ready: np.ndarray | None = queue.whole(units)
         else:
-            units = queue.first_groups(request.count) if request.unit == "groups" else queue.first_rows(request.count)
-            ready = np.ones(len(units), bool)
-        return units[policy.choose(ready, request.count)]
+            units, ready = queue.next(policy, request.seed, groups, count)
+        return units if ready is None else units[policy.choose(ready, count)]
 
-    def grant(self, claim_id: int, slots: np.ndarray, dropped: list[Dropped], sealed: bool) -> Grant:
+    def grant(self, claim_id: int, slots: np.ndarray, dropped: list[Dropped], sealed: bool, ready: int) -> Grant:
         rows = self.rows
         return Grant(
             claim_id, self.handles(slots), self.groups.id[rows.group[slots]], rows.member[slots],
-            rows.version_min[slots], rows.version_max[slots], rows.tokens[slots], dropped, sealed,
+            rows.version_min[slots], rows.version_max[slots], rows.tokens[slots], dropped, sealed, ready,
         )  # fmt: skip

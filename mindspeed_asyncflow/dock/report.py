@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,10 +13,11 @@ from mindspeed_asyncflow.dock.queue import STATE_NAMES, WAITING
 from mindspeed_asyncflow.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
+    from mindspeed_asyncflow.dock.claims import Claims
     from mindspeed_asyncflow.dock.controller import Controller
 
 
-def too_late(control: Controller, request: ClaimRequest, now: float) -> DeadlineExceeded:
+def too_late(control: Claims, request: ClaimRequest, now: float) -> DeadlineExceeded:
     waited = f"{request.worker!r} waited {now - request.started:.1f} s"
     what = f"{waited} for {request.at_least} {request.unit} of task {request.task!r}"
     part = control.partitions.get(request.partition)
@@ -29,7 +31,7 @@ def too_late(control: Controller, request: ClaimRequest, now: float) -> Deadline
                             f"{queue.ready_rows} rows are ready, {missing(control, part, request.task)}")  # fmt: skip
 
 
-def missing(control: Controller, part: Partition, task: str) -> str:
+def missing(control: Claims, part: Partition, task: str) -> str:
     """In words: which columns the waiting rows of `task` lack, and who holds claimed ones. Looks at all rows."""
     queue = part.queues[task]
     slots = np.flatnonzero(part.rows.alive[: part.rows.capacity])
@@ -44,18 +46,23 @@ def missing(control: Controller, part: Partition, task: str) -> str:
 
 
 def stats(control: Controller) -> dict:
-    """Rows by state per partition and task, claims, drops by reason, and who waits for what."""
+    """Rows by state per partition and task, counters per task and column, drops by reason, who waits for what how long.
+
+    Plain dicts of numbers and words. Counters only rise.
+    """
     waiting = [
-        {"task": r.task, "partition": r.partition, "worker": r.worker, "at_least": r.at_least, "unit": r.unit}
-        for parked in control.waiting.values() for r in parked.values()
+        {"task": r.task, "partition": r.partition, "worker": r.worker, "at_least": r.at_least, "unit": r.unit,
+         "waited_s": control.now - r.started, "team": r.team, "watch": r.peek}
+        for r in control.waiting
     ]  # fmt: skip
     partitions = {
         part.name: {
             "rows": part.rows.count,
-            "groups": len(part.groups.rows),
+            "groups": len(part.groups.by_id),
             "sealed": part.sealed,
+            "closing": part.closing,
             "tasks": {
-                task: {STATE_NAMES[s]: int(queue.counts[s]) for s in range(WAITING, len(STATE_NAMES))}
+                task: {STATE_NAMES[s]: queue.counts[s] for s in range(WAITING, len(STATE_NAMES))}
                 | {"whole_groups": queue.whole_groups}
                 for task, queue in part.queues.items()
             },
@@ -63,9 +70,12 @@ def stats(control: Controller) -> dict:
         for part in control.partitions.values()
     }
     return {
+        "pair": control.pair,
         "partitions": partitions,
+        "tasks": {task: asdict(control.counters_of(task)) for task in control.schema.tasks},
+        "columns": {name: {"rows_written": control.rows_written[name]} for name in control.schema.columns},
         "claims": len(control.leases.open),
-        "leases_expired": control.leases.expired,
+        "leases_expired": sum(c.leases_expired for c in control.counters.values()),
         "drops": dict(control.drops),
         "waiting": waiting,
     }

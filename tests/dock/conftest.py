@@ -84,7 +84,7 @@ class Bench:
 
     def counts(self, task: str, partition: str = "p") -> list[int]:
         """Rows waiting, ready, claimed, done."""
-        return self.control.partitions[partition].queues[task].counts[1:].tolist()
+        return self.control.partitions[partition].queues[task].counts[1:]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_asyncflow.dock.lines import ArrivalLine, KeyLine
 from mindspeed_asyncflow.errors import ClaimLost, DeadlineExceeded, DockError, StaleHandle
 
 COLUMN_SETS = st.lists(st.lists(st.sampled_from("abc"), unique=True), min_size=1, max_size=12)
@@ -337,13 +338,30 @@ def test_the_group_of_a_row_on_its_way_out_is_granted_without_it(bench):
     bench.control.resolve(rows[0, [0, 2]])
 
 
-def test_work_per_grant_does_not_grow_with_the_rows_alive(bench):
-    """Arrays of a task are touched at the granted rows only: the lines are never rebuilt by claims."""
-    bench.put(list(range(3000)), size=1)
-    line = bench.control.partitions["p"].queues["first"]._row_line
-    seen = []
-    peek = line.peek
-    line.peek = lambda count, live: seen.append(count) or peek(count, lambda n: seen.append(len(n)) or live(n))
-    for _ in range(100):
-        bench.claim("first", 8)
-    assert max(seen) <= 16
+@pytest.mark.parametrize("how", [{}, {"unit": "groups"}, {"policy": "oldest"}, {"policy": "random"}])
+def test_work_per_grant_does_not_grow_with_the_rows_alive(new_bench, monkeypatch, how):
+    """Numbers that claims, their ends and the frees of their rows look at, counted in the line that they come from."""
+
+    def looked_at(rows: int) -> float:
+        bench = new_bench()
+        bench.put(list(range(rows // 2)), size=2)
+        bench.claim("first", 8, **how)
+        seen = []
+        for line in (ArrivalLine, KeyLine):
+            for verb in ("first", "add", "remove"):
+                real = getattr(line, verb)
+
+                def counted(self, units, *more, real=real, **named):
+                    found = real(self, units, *more, **named)
+                    seen.append(len(found) if isinstance(units, int) else len(units))
+                    return found
+
+                monkeypatch.setattr(line, verb, counted)
+        for _ in range(50):
+            grant = bench.claim("first", 8, **how)
+            bench.done(grant)
+            bench.free(grant.rows)
+        monkeypatch.undo()
+        return sum(seen)
+
+    assert looked_at(20_000) == looked_at(2_000) > 0
