@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from mindspeed_asyncflow import errors
 from mindspeed_asyncflow.dock import wire
+from mindspeed_asyncflow.dock.pool import BufferPool
 from mindspeed_asyncflow.dock.wire import HEADER, Message, Verb, WireError
 from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError
 
-_GRACE_S = 10.0  # beyond the deadline that the server keeps by itself
-_MOST_BYTES = 1 << 40  # an answer is as large as what was asked for
+_GRACE_S = 5.0  # beyond the deadline that the server keeps by itself
+_SMALL = 1 << 17  # frames up to this size are joined before they are sent
+_READ = 1 << 16
+_MOST_VECTORS = 1024
+_TIMEVAL = struct.Struct("ll")
 
 
 class Broken(Exception):
@@ -20,68 +27,124 @@ class Broken(Exception):
 
 
 class Channel:
-    def __init__(self, address: str, secret: bytes, client: int, wait_s: float) -> None:
-        self.address, self._client, self._wait_s = address, client, wait_s
+    """Blocking socket with the kernel's timeouts: a call costs one send and, when the answer is small, one receive."""
+
+    def __init__(self, address: str, secret: bytes, client: int, wait_s: float, pool: BufferPool) -> None:
+        self.address, self._client, self._wait_s, self._pool = address, client, wait_s, pool
         self.usable = False
+        self._patience = 0.0
         host, _, port = address.rpartition(":")
         try:
             self._socket = socket.create_connection((host, int(port)), timeout=wait_s)
         except OSError as error:
             raise Broken(str(error)) from error
+        self._socket.setblocking(True)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            challenge = self._receive(wire.CHALLENGE_BYTES)
-            self.hello = self.call(Verb.HELLO, 0, {"answer": wire.answer(secret, bytes(challenge))})
+            self._wait_at_most(wait_s)
+            challenge = self._exactly(wire.CHALLENGE_BYTES)
+            self.hello = self.call(Verb.HELLO, 0, {"answer": wire.answer(secret, challenge)})
         except BaseException as error:
             self._socket.close()
             if isinstance(error, OSError):
                 raise Broken(str(error)) from error
             raise
 
-    def call(self, verb: Verb, request: int, message: Mapping[str, Any]) -> Message:
-        """The answer. Raises what the server answered if that is an error, Broken, or DeadlineExceeded.
+    def call(
+        self, verb: Verb, request: int, message: Mapping[str, Any], bulk: Sequence[np.ndarray] = ()
+    ) -> Message:  # fmt: skip
+        """The answer; its `bulk` is the uint8 array of the bytes that follow it, if any do.
 
-        `usable` is False afterwards when the connection is in the middle of something and can carry no other call.
+        Raises what the server answered if that is an error, Broken, or DeadlineExceeded. `usable` is False afterwards
+        when the connection is in the middle of something and can carry no other call.
         """
         self.usable = False
-        patience = float(message.get("timeout_s", self._wait_s)) + _GRACE_S
-        self._socket.settimeout(patience)
+        timeout_s = message.get("timeout_s")
+        patience = self._wait_s if timeout_s is None else float(timeout_s) + _GRACE_S
         try:
-            self._send(wire.encode(verb, 0, self._client, request, message))
-            header = wire.decode_header(self._receive(HEADER.size), _MOST_BYTES)
-            body = self._receive(header.body_bytes)
-        except TimeoutError:
+            self._wait_at_most(patience)
+            nbytes = sum(array.nbytes for array in bulk)
+            self._send(wire.encode(verb, 0, self._client, request, message, nbytes), bulk)
+            reply, status = self._receive()
+        except (TimeoutError, BlockingIOError):
             raise DeadlineExceeded(
                 f"the dock server at {self.address} did not answer {verb.name} within {patience:g} s"
             ) from None
-        except (OSError, WireError) as error:
+        except OSError as error:
             raise Broken(str(error)) from error
-        reply = wire.decode_body(header, memoryview(body))
         self.usable = True
-        if header.status:
+        if status:
             raise _error(reply)
         return reply
 
     def close(self) -> None:
         self._socket.close()
 
-    def _send(self, parts: list) -> None:
-        size = sum(len(part) for part in parts)
-        if size <= 1 << 18:
-            self._socket.sendall(b"".join(parts))
-        else:
-            for part in parts:
-                self._socket.sendall(part)
+    def _wait_at_most(self, seconds: float) -> None:
+        if seconds != self._patience:
+            whole = max(seconds, 0.001)
+            value = _TIMEVAL.pack(int(whole), int(whole % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+            self._patience = seconds
 
-    def _receive(self, nbytes: int) -> bytearray:
-        buffer = bytearray(nbytes)
-        view = memoryview(buffer)
+    def _send(self, parts: list, bulk: Sequence[np.ndarray]) -> None:
+        parts += [memoryview(array) for array in bulk if len(array)]
+        size = sum(map(len, parts))
+        if size <= _SMALL:
+            self._socket.sendall(b"".join(parts))
+            return
+        while parts:
+            some, parts = parts[:_MOST_VECTORS], parts[_MOST_VECTORS:]
+            sent = self._socket.sendmsg(some)
+            for part in some:
+                if sent < len(part):
+                    self._socket.sendall(memoryview(part)[sent:])
+                sent = max(0, sent - len(part))
+
+    def _receive(self) -> tuple[Message, int]:
+        data = self._socket.recv(_READ)
+        while len(data) < HEADER.size:
+            if not data:
+                raise Broken("connection closed")
+            more = self._socket.recv(_READ)
+            if not more:
+                raise Broken("connection closed")
+            data += more
+        try:
+            header = wire.decode_header(data, wire.MAX_BODY, wire.MAX_BULK)
+            end = HEADER.size + header.body_bytes
+            if len(data) < end:
+                body = bytearray(header.body_bytes)
+                have = len(data) - HEADER.size
+                body[:have] = data[HEADER.size :]
+                self._into(memoryview(body)[have:])
+                reply = wire.decode_body(header, memoryview(body))
+            else:
+                reply = wire.decode_body(header, memoryview(data)[HEADER.size : end])
+        except WireError as error:
+            raise Broken(str(error)) from error
+        if header.bulk_bytes:
+            bulk = self._pool.take(header.bulk_bytes)
+            have = max(0, len(data) - end)
+            if have > header.bulk_bytes:
+                raise Broken("more bytes came than were announced")
+            bulk[:have] = np.frombuffer(data, np.uint8, have, len(data) - have)
+            self._into(memoryview(bulk)[have:])
+            reply["bulk"] = bulk
+        return reply, header.status
+
+    def _into(self, view: memoryview) -> None:
         while len(view):
-            count = self._socket.recv_into(view)
+            count = self._socket.recv_into(view, len(view), socket.MSG_WAITALL)
             if not count:
                 raise Broken("connection closed")
             view = view[count:]
-        return buffer
+
+    def _exactly(self, nbytes: int) -> bytes:
+        buffer = bytearray(nbytes)
+        self._into(memoryview(buffer))
+        return bytes(buffer)
 
 
 def _error(reply: Message) -> AsyncFlowError:

@@ -1,82 +1,102 @@
 """One controller/warehouse pair: the verbs of the dock over decoded messages. No sockets and no clock.
 
-A verb answers with a dict, raises, or parks (returns None): claims wait in the controller for rows, puts and writes
-wait here for bytes. Parked answers appear in `take_outcomes`. Writes may use the whole arena; puts leave a part of it
-free, so that prompts never take the room that the answers to them need.
+A verb answers with a dict or an `Answer`, raises, or parks (returns None): claims wait in the controller for rows,
+puts and writes wait here for bytes and rows. Parked answers appear in `take_outcomes`. Writes may use the whole arena;
+puts leave a part of it free, so that prompts never take the room that the answers to them need.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mindspeed_asyncflow.dock import report
-from mindspeed_asyncflow.dock.columns import Schema
+from mindspeed_asyncflow.dock.arena import Arena
+from mindspeed_asyncflow.dock.columns import Schema, TaskSpec
 from mindspeed_asyncflow.dock.controller import Controller
 from mindspeed_asyncflow.dock.partition import ClaimRequest, Grant, Partition
-from mindspeed_asyncflow.dock.warehouse import Arena, Warehouse, check_fits, layout
+from mindspeed_asyncflow.dock.store import NoRoom, Outgoing, Store, Values
+from mindspeed_asyncflow.dock.warehouse import Warehouse
 from mindspeed_asyncflow.dock.wire import Message, Verb, WireError
 from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError
 
-PUT_SHARE = 0.75  # of the arena: what puts may fill; the rest is for results
-INLINE = -1  # `offset` of a message that carries its values
+MOST_ROWS = 1 << 22  # of one call
+_PUTS = (Verb.PUT, Verb.RESERVE)
 
 
-class _NoRoom(Exception):
-    """Internal: the message must wait until bytes are free. Raised before anything was changed."""
+@dataclass(slots=True)
+class Answer:
+    """An answer with values: `body` may be given again to a caller that repeats its call, the rest may not."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+    body: dict
+    part: Partition
+    slots: np.ndarray  # int64: rows whose bytes are sent
+    extra: dict = field(default_factory=dict)
+    stream: Outgoing | None = None
 
 
 @dataclass(slots=True)
 class _Parked:
     verb: Verb
     message: Message
-    nbytes: int
+    what: str
     started: float
     deadline: float
 
 
 class DockNode:
-    def __init__(self, schema: Schema, arena: Arena, lease_s: float) -> None:
-        self.schema = schema
-        self.controller = Controller(schema, lease_s)
+    """`journal`, when set, is told of every put and write that was carried out; see `_put` and `_write`."""
+
+    def __init__(
+        self, schema: Schema, arena: Arena, lease_s: float, pair: int = 0, max_rows: int = 0, first_claim: int = 1
+    ) -> None:
+        self.schema, self.pair = schema, pair
+        self.controller = Controller(schema, lease_s, pair=pair, first_claim=first_claim)
         self.warehouse = Warehouse(list(schema.columns.values()), arena)
-        self._reserved: dict[int, tuple[int, object]] = {}  # extent offset -> bytes, connection
-        self._parked: dict[object, _Parked] = {}  # who waits for bytes, oldest first
-        self._outcomes: list[tuple[object, dict | AsyncFlowError]] = []
-        self.back_pressure_s = 0.0  # time that finished waits for bytes took
-        self._verbs = {
+        self.store = Store(schema, self.warehouse, max_rows)
+        self.journal: Callable[[str, dict], None] | None = None
+        self._parked: dict[object, _Parked] = {}  # who waits for room, oldest first
+        self._wanted: dict[object, tuple[list[str], bool]] = {}  # columns that parked claims ask for; as bytes?
+        self._outcomes: list[tuple[object, dict | Answer | AsyncFlowError]] = []
+        self._anonymous = (pair << 48) + first_claim  # ids of groups that a put did not name: minus this
+        self.back_pressure_s = 0.0  # time that finished waits for room took
+        self.verbs: dict[Verb, Callable[[Message, float], dict | Answer | None]] = {
             Verb.RESERVE: self._reserve, Verb.PUT: self._put, Verb.CLAIM: self._claim, Verb.READ: self._read,
             Verb.WRITE: self._write, Verb.DONE: self._done, Verb.RELEASE: self._release, Verb.DROP: self._drop,
             Verb.FREE: self._free, Verb.SEAL: self._seal, Verb.FORGET: self._forget, Verb.STATS: self._stats,
+            Verb.TASK: self._task, Verb.CLOSE: self._close, Verb.FINISH: self._finish, Verb.CHECK: self._check,
         }  # fmt: skip
 
-    def handle(self, verb: Verb, message: Message, connection: object, key: object, now: float) -> dict | None:
+    def handle(self, verb: Verb, message: Message, connection: object, key: object, now: float) -> dict | Answer | None:
         """The answer, or None when the call is parked under `key`. `connection` owns what the call reserves."""
+        action = self.verbs.get(verb)
+        if action is None:
+            raise WireError(f"{verb.name} is not for this server")
         message["connection"] = connection
         message["key"] = key
         try:
-            return self._verbs[verb](message, now)
-        except _NoRoom as full:
+            return action(message, now)
+        except NoRoom as full:
             deadline = now + message.real("timeout_s")
             if deadline <= now:
-                raise self._full(full.nbytes, 0.0) from None
-            self._parked[key] = _Parked(verb, message, full.nbytes, now, deadline)
+                self._forget_reserved(message)
+                raise self._full(full.what, 0.0) from None
+            self._parked[key] = _Parked(verb, message, full.what, now, deadline)
             return None
         except AsyncFlowError:
-            self._forget_extent(message)
+            self._forget_reserved(message)
             raise
         finally:
-            self._settle(now)
+            self.settle(now)
 
-    def take_outcomes(self) -> list[tuple[object, dict | AsyncFlowError]]:
+    def take_outcomes(self) -> list[tuple[object, dict | Answer | AsyncFlowError]]:
         """Answers to parked calls since the last look."""
         found = self._outcomes
-        self._outcomes = []
+        if found:
+            self._outcomes = []
         return found
 
     def tick(self, now: float) -> None:
@@ -84,185 +104,154 @@ class DockNode:
         for key in [k for k, p in self._parked.items() if p.deadline <= now]:
             parked = self._parked.pop(key)
             self.back_pressure_s += now - parked.started
-            self._outcomes.append((key, self._full(parked.nbytes, now - parked.started)))
-        self._settle(now)
+            self._forget_reserved(parked.message)
+            self._outcomes.append((key, self._full(parked.what, now - parked.started)))
+        self.settle(now)
 
     def next_deadline(self) -> float | None:
-        times = [p.deadline for p in self._parked.values()]
         control = self.controller.next_deadline()
-        return min(times + ([] if control is None else [control]), default=None)
+        if not self._parked:
+            return control
+        times = [p.deadline for p in self._parked.values()]
+        return min(times if control is None else [*times, control])
 
     def cancel(self, key: object) -> None:
         """The asker of a parked call is gone."""
         self._parked.pop(key, None)
+        self._wanted.pop(key, None)
         self.controller.cancel(key)
 
     def connection_lost(self, connection: object, now: float) -> None:
-        for offset in [o for o, (_, owner) in self._reserved.items() if owner is connection]:
-            self.cancel_extent(offset)
-        self._settle(now)
+        if self.store.cancel_of(connection):
+            self.settle(now)
 
-    def cancel_extent(self, offset: int) -> None:
-        """Gives back what was reserved and is not going to be used."""
-        if offset in self._reserved:
-            self.warehouse.cancel(offset, self._reserved.pop(offset)[0])
+    def pin(self, answer: Answer) -> None:
+        """Bytes of these rows are on their way: they stay, whatever happens to the rows, until `unpin`."""
+        answer.slots = np.unique(answer.slots)
+        self.controller.pin(answer.part, answer.slots)
 
-    def _forget_extent(self, message: Message) -> None:
-        offset = message.get("offset")
-        if isinstance(offset, int) and self._reserved.get(offset, (0, None))[1] is message["connection"]:
-            self.cancel_extent(offset)
+    def unpin(self, answer: Answer, now: float) -> None:
+        self.controller.unpin(answer.part, answer.slots, now)
+        self.settle(now)
 
-    # -- bytes -----------------------------------------------------------------------------------------------------
-
-    def _settle(self, now: float) -> None:
+    def settle(self, now: float) -> None:
         """Frees the bytes of departed rows, then lets waiting puts and writes try again, then collects answers."""
         control = self.controller
-        while True:
+        while control.departed:
             departed, control.departed = control.departed, []
             for part, slots, groups in departed:
-                for spec in self.schema.columns.values():
-                    self.warehouse.release(part.number, spec.name, groups if spec.shared else slots)
-            if not self._retry_parked(now):
-                break
-        outcomes, control.outcomes = control.outcomes, []
-        self._outcomes += [(key, _grant_message(o) if isinstance(o, Grant) else o) for key, o in outcomes]
+                for cell in self.warehouse.parts.values():
+                    self.warehouse.release(part.number, cell.name, groups if cell.shared else slots)
+            if self._parked:
+                self._retry_parked(now)
+        if control.outcomes:
+            outcomes, control.outcomes = control.outcomes, []
+            for key, outcome in outcomes:
+                columns, copy = self._wanted.pop(key, ([], False))
+                granted = self._granted(outcome, columns, copy) if isinstance(outcome, Grant) else outcome
+                self._outcomes.append((key, granted))
 
-    def _retry_parked(self, now: float) -> bool:
+    def _retry_parked(self, now: float) -> None:
         """Serves parked calls in their order, each kind (put, other) up to its first that does not fit."""
-        served, blocked = False, set()
+        blocked = set()
         for key, parked in list(self._parked.items()):
-            kind = self._is_put(parked.verb, parked.message)
+            kind = parked.verb is Verb.PUT or (parked.verb is Verb.RESERVE and parked.message.flag("put"))
             if kind in blocked:
                 continue
-            result: dict | AsyncFlowError | None
+            result: dict | Answer | AsyncFlowError | None
             try:
-                result = self._verbs[parked.verb](parked.message, now)
-            except _NoRoom:
+                result = self.verbs[parked.verb](parked.message, now)
+            except NoRoom:
                 blocked.add(kind)
                 continue
             except AsyncFlowError as error:
+                self._forget_reserved(parked.message)
                 result = error
-            assert result is not None  # only claims park twice, and they never wait for bytes
+            assert result is not None  # only claims park in the controller, and they never wait for room
             del self._parked[key]
             self.back_pressure_s += now - parked.started
             self._outcomes.append((key, result))
-            served = True
-        return served
 
-    @staticmethod
-    def _is_put(verb: Verb, message: Message) -> bool:
-        return verb is Verb.PUT or (verb is Verb.RESERVE and message.flag("put"))
+    def _forget_reserved(self, message: Message) -> None:
+        number = message.get("reservation")
+        if isinstance(number, int) and number:
+            self.store.cancel_of(message["connection"], number)
 
-    def _room(self, nbytes: int, put: bool) -> int:
-        """Offset of a new extent. Raises DockFull when it can never be had, _NoRoom when not now."""
-        capacity = self.warehouse.capacity_bytes
-        most = int(capacity * PUT_SHARE) if put else capacity
-        check_fits(nbytes, most)
-        if put and self.warehouse.used_bytes + nbytes > most:
-            raise _NoRoom(nbytes)
-        offset = self.warehouse.reserve(nbytes)
-        if offset is None:
-            raise _NoRoom(nbytes)
-        return offset
+    @property
+    def live_rows(self) -> int:
+        return sum(part.rows.count for part in self.controller.partitions.values())
 
-    def _full(self, nbytes: int, waited_s: float) -> DeadlineExceeded:
-        rows = sum(part.rows.count for part in self.controller.partitions.values())
+    def _full(self, what: str, waited_s: float) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"waited {waited_s:.1f} s for {nbytes} free bytes in the dock: {self.warehouse.used_bytes} of "
-            f"{self.warehouse.capacity_bytes} are in use by {rows} rows that nobody freed; look why they are not "
-            "consumed, or raise dock.arena_mb"
+            f"waited {waited_s:.1f} s for {what} in the dock: {self.warehouse.used_bytes} of "
+            f"{self.warehouse.capacity_bytes} bytes are in use by {self.live_rows} rows that nobody freed; look why "
+            "they are not consumed, or raise dock.arena_mb or dock.max_rows"
         )
 
+    # -- rows and values -------------------------------------------------------------------------------------------
+
     def _reserve(self, message: Message, now: float) -> dict:
-        nbytes = message.whole("nbytes")
-        if nbytes <= 0:
-            raise WireError("a reservation needs a positive size")
-        offset = self._room(nbytes, message.flag("put"))
-        self._reserved[offset] = (nbytes, message["connection"])
-        return {"offset": offset}
-
-    def _lengths(self, message: Message, rows: int, shared_rows: int) -> dict[str, np.ndarray]:
-        """Lengths per column of a put or write, checked against the schema and the number of rows."""
-        found = {}
-        for name in message.names("columns"):
-            spec = self.schema.column(name)
-            lengths = message.ints(f"lengths.{name}")
-            expected = shared_rows if spec.shared else rows
-            if len(lengths) != expected:
-                raise DockError(f"column {name!r} came with {len(lengths)} rows, expected {expected}")
-            if bool((lengths < 0).any()) or int(lengths.max(initial=0)) > self.warehouse.capacity_bytes:
-                raise DockError(f"column {name!r} has a row of impossible length")
-            if spec.kind == "scalar" and not bool((lengths == 1).all()):
-                raise DockError(f"column {name!r} holds one value per row")
-            found[name] = lengths
-        return found
-
-    def _fill(self, message: Message, lengths: dict[str, np.ndarray], put: bool) -> tuple[int, int, dict[str, int]]:
-        """The extent with the values of a put or write in place: its offset, size, and where each column begins."""
-        begins, total = layout(lengths, self.schema.columns)
-        offset = message.whole("offset")
-        if offset != INLINE:
-            reserved, owner = self._reserved.get(offset, (-1, None))
-            if owner is not message["connection"] or reserved != total:
-                raise DockError("the bytes of this call were not reserved by its connection, or in another size")
-            del self._reserved[offset]
-        else:
-            values = {name: message.array(f"values.{name}", self.schema.columns[name].dtype) for name in lengths}
-            for name, array in values.items():
-                if len(array) != lengths[name].sum():
-                    raise DockError(f"column {name!r} came with {len(array)} values for {int(lengths[name].sum())}")
-            offset = self._room(total, put)
-            for name, array in values.items():
-                self.warehouse.arena.store(offset + begins[name], array)
-        return offset, total, {name: offset + begin for name, begin in begins.items()}
-
-    def _tokens(self, lengths: dict[str, np.ndarray], counts: np.ndarray | None, rows: int) -> np.ndarray:
-        total = np.zeros(rows, np.int64)
-        for name, column in lengths.items():
-            spec = self.schema.columns[name]
-            if spec.tokens:
-                total += np.repeat(column, counts) if spec.shared and counts is not None else column
-        return total
-
-    # -- verbs -----------------------------------------------------------------------------------------------------
+        rows, groups = message.whole("rows"), message.whole("groups")
+        if not 0 < rows <= MOST_ROWS or not 0 <= groups <= rows:
+            raise WireError(f"a reservation is for 1 to {MOST_ROWS} rows")
+        if message.flag("put"):
+            self.store.check_rows(rows, self.live_rows)
+        return self.store.reserve(message, message["connection"], message.names("columns"), rows, groups)
 
     def _put(self, message: Message, now: float) -> dict:
-        ids, sizes = message.ints("group_ids").tolist(), message.ints("sizes").tolist()
-        counts, members = message.ints("counts"), message.ints("members", "int32")
-        if not (len(ids) == len(sizes) == len(counts)) or not ids or counts.sum() != len(members):
-            raise WireError("a put needs one size and count per group and one member number per row")
-        part = self.controller.check_put(message.text("partition"), ids, sizes, counts.tolist())
-        lengths = self._lengths(message, len(members), len(ids))
-        late = np.array([i in part.groups.by_id for i in ids])  # their shared columns are there already
-        offset, total, begins = self._fill(message, lengths, True)
-        shared = {n: c for n, c in lengths.items() if self.schema.columns[n].shared}
-        if late.any() and not self._same_shared(part, np.array(ids), late, begins, shared):
-            self.warehouse.cancel(offset, total)
+        ids, sizes, counts, members = self._groups(message)
+        rows = len(members)
+        part = self.controller.check_put(message.text("partition"), ids, sizes, counts)
+        versions = _versions(message, rows)
+        self.store.check_rows(rows, self.live_rows)
+        late = part.groups.lookup(ids) >= 0  # their shared columns are there already
+        values = self.store.fill(message, message["connection"], rows, len(ids), True)
+        if late.any() and not self._same_shared(part, ids, late, values):
+            self.store.give_up(values)
             raise DockError("members were put into a group whose shared columns have other values")
-        ready = self.schema.mask(lengths)
-        tokens = self._tokens(lengths, counts, len(members))
-        slots, groups = self.controller.put(part, ids, sizes, counts, members, ready, tokens, now)
-        for name, column in lengths.items():
-            index, keep = (groups, ~late) if name in shared else (slots, np.ones(len(slots), bool))
-            self.warehouse.place(part.number, name, index, begins[name], column, keep)
-        return {"rows": part.handles(slots)}
+        ready, none = self.schema.mask(values.columns), np.int64(0)
+        tokens = self.store.tokens(values, counts, rows, {})
+        slots, groups = self.controller.put(
+            part, ids, sizes, counts, members, ready if versions is None else none, tokens, now
+        )
+        fresh = ~late
+        for cell, lengths, offsets in zip(values.parts, values.lengths, values.offsets):
+            if cell.shared:
+                self.warehouse.place(part.number, cell.name, groups, offsets, lengths, fresh)
+            else:
+                self.warehouse.place(part.number, cell.name, slots, offsets, lengths)
+        if versions is not None:  # offered only now, so that no claim sees them without their versions
+            self.controller.commit(part, slots, ready, None, versions, now)
+        if self.journal is not None:
+            self.journal("put", {
+                "partition": part.name, "ids": ids, "sizes": sizes, "counts": counts, "members": members,
+                "slots": slots, "tokens": tokens, "fresh": fresh, **_cells(values, ready, versions),
+            })  # fmt: skip
+        return {"rows": part.handles(slots), "free_bytes": self.warehouse.free_bytes, "live_rows": self.live_rows}
 
-    def _same_shared(
-        self, part: Partition, ids: np.ndarray, late: np.ndarray, begins: dict[str, int], shared: dict[str, np.ndarray]
-    ) -> bool:
-        groups = part.groups.find(ids[late].tolist())
-        return all(self._equal(part, name, groups, begins[name], lengths, late) for name, lengths in shared.items())
+    def _groups(self, message: Message) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Group ids, sizes and counts, and the members, of a put; without ids each row is a group of its own."""
+        ids = message.optional_ints("group_ids")
+        if ids is None:
+            rows = message.whole("count")
+            if not 0 < rows <= MOST_ROWS:
+                raise WireError(f"a put is of 1 to {MOST_ROWS} rows")
+            ids = -np.arange(self._anonymous, self._anonymous + rows)
+            self._anonymous += rows
+            ones = np.ones(rows, np.int64)
+            return ids, ones, ones, np.zeros(rows, np.int32)
+        sizes, counts = message.ints("sizes"), message.ints("counts")
+        members = message.ints("members", "int32")
+        if not len(ids) == len(sizes) == len(counts) or not len(ids) or counts.sum() != len(members):
+            raise WireError("a put needs one size and count per group and one member number per row")
+        if counts.min() < 1 or counts.max() > MOST_ROWS:
+            raise DockError("a put gives each of its groups at least one row")
+        return ids, sizes, counts, members
 
-    def _equal(
-        self, part: Partition, name: str, index: np.ndarray, begin: int, lengths: np.ndarray, which: np.ndarray
-    ) -> bool:
-        """Whether the cells `index` hold, to the bit, those of the new values at byte `begin` that `which` selects."""
-        spec = self.schema.columns[name]
-        old = self.warehouse.read(part.number, name, index)
-        offsets = begin + (np.cumsum(lengths) - lengths) * spec.itemsize
-        new = self.warehouse.arena.ragged(spec, offsets[which], lengths[which])
-        same = np.array_equal(old.lengths, new.lengths)
-        return same and old.packed().values.tobytes() == new.packed().values.tobytes()
+    def _same_shared(self, part: Partition, ids: np.ndarray, late: np.ndarray, values: Values) -> bool:
+        groups = part.groups.lookup(ids[late])
+        shared = [i for i, cell in enumerate(values.parts) if cell.shared]
+        return all(self.store.equal(part, values, i, groups, late) for i in shared)
 
     def _write(self, message: Message, now: float) -> dict:
         claim_id = message.optional_whole("claim_id")
@@ -271,61 +260,82 @@ class DockNode:
         part, slots = self.controller.resolve(message.ints("rows"))
         if claim_id is not None:
             self.controller.held(claim_id, part, slots, now)
-        lengths = self._lengths(message, len(slots), len(slots))
-        if any(self.schema.columns[name].shared for name in lengths):
-            raise DockError("shared columns are written by the put of their group")
-        versions = None
-        if message.get("version_min") is not None:
-            versions = (message.ints("version_min", "int32"), message.ints("version_max", "int32"))
-            if not len(versions[0]) == len(versions[1]) == len(slots) or not bool((versions[0] <= versions[1]).all()):
-                raise DockError("versions are (oldest, newest) per row, oldest <= newest")
-        offset, total, begins = self._fill(message, lengths, False)
-        fresh = {}
-        for name, column in lengths.items():
-            again = (part.rows.ready[slots] & self.schema.bit[name]) != 0
-            if again.any() and not self._equal(part, name, slots[again], begins[name], column, again):
-                self.warehouse.cancel(offset, total)
-                raise DockError(
-                    f"column {name!r} of {int(again.sum())} rows has a result already, and another one came"
-                )
-            fresh[name] = ~again
-        for name, column in lengths.items():
-            self.warehouse.place(part.number, name, slots, begins[name], column, fresh[name])
-        counted = {name: column * fresh[name] for name, column in lengths.items()}
-        tokens = self._tokens(counted, None, len(slots))
-        self.controller.commit(part, slots, self.schema.mask(lengths), tokens, versions, now)
+        versions = _versions(message, len(slots))
+        values = self.store.fill(message, message["connection"], len(slots), len(slots), False)
+        refusal = "shared columns are written by the put of their group" if any(p.shared for p in values.parts) else ""
+        before, fresh = part.rows.ready[slots], {}
+        for i, cell in enumerate(values.parts):
+            again = (before & self.schema.bit[cell.column]) != 0
+            if again.any() and not refusal and not self.store.equal(part, values, i, slots[again], again):
+                refusal = f"column {cell.column!r} of {again.sum()} rows has a result already, and another one came"
+            fresh[cell.name] = ~again
+        if refusal:
+            self.store.give_up(values)
+            raise DockError(refusal)
+        for cell, lengths, offsets in zip(values.parts, values.lengths, values.offsets):
+            self.warehouse.place(part.number, cell.name, slots, offsets, lengths, fresh[cell.name])
+        tokens = self.store.tokens(values, None, len(slots), fresh)
+        ready = self.schema.mask(values.columns)
+        self.controller.commit(part, slots, ready, tokens, versions, now)
+        if self.journal is not None:
+            kept = np.concatenate([fresh[cell.name] for cell in values.parts]) if values.parts else np.empty(0, bool)
+            self.journal("write", {"partition": part.name, "slots": slots, "tokens": tokens, "fresh": kept,
+                                   **_cells(values, ready, versions)})  # fmt: skip
         if claim_id is not None and message.flag("done"):
             self.controller.done(claim_id, part, slots, now)
         return {}
 
-    def _read(self, message: Message, now: float) -> dict:
-        """Where the cells are (`copy` false: offsets in bytes), or their packed values."""
+    def _read(self, message: Message, now: float) -> Answer:
         part, slots = self.controller.resolve(message.ints("rows"), repeats=True)
-        out: dict[str, Any] = {}
-        for name in message.names("columns"):
-            spec = self.schema.column(name)
-            missing = (part.rows.ready[slots] & self.schema.bit[name]) == 0
-            if missing.any():
-                raise DockError(f"column {name!r} of {int(missing.sum())} of {len(slots)} rows is not written yet")
-            index = part.rows.group[slots] if spec.shared else slots
-            if message.flag("copy"):
-                ragged = self.warehouse.read(part.number, name, index).packed()
-                out[f"values.{name}"], out[f"lengths.{name}"] = ragged.values, ragged.lengths
-            else:
-                out[f"offsets.{name}"], out[f"lengths.{name}"] = self.warehouse.locate(part.number, name, index)
-        return out
+        answer = Answer({}, part, slots)
+        self._attach(answer, message.names("columns"), message.flag("copy"))
+        return answer
 
-    def _claim(self, message: Message, now: float) -> dict | None:
+    def _attach(self, answer: Answer, columns: list[str], copy: bool) -> None:
+        """Adds where the cells are (`copy` false: offsets in bytes) or their bytes, and their lengths."""
+        cells = self.store.locate(answer.part, answer.slots, columns)
+        if copy:
+            answer.extra["lengths"] = cells[1::2]
+            answer.stream = self.store.stream(columns, cells)
+        else:
+            answer.extra["cells"] = cells
+
+    def _check(self, message: Message, now: float) -> dict:
+        self.controller.resolve(message.ints("rows"), repeats=True)
+        return {}
+
+    # -- claims ----------------------------------------------------------------------------------------------------
+
+    def _claim(self, message: Message, now: float) -> dict | Answer | None:
         group_ids = message.optional_ints("group_ids")
+        task, columns = self.schema.task(message.text("task")), message.names("columns")
+        strange = [name for name in columns if name not in task.columns]
+        if strange:
+            raise DockError(f"a claim brings columns that its task reads; task {task.name!r} does not read {strange}")
         request = ClaimRequest(
-            task=message.text("task"), partition=message.text("partition"), count=message.whole("count"),
+            task=task.name, partition=message.text("partition"), count=message.whole("count"),
             worker=message.text("worker"), deadline=now + message.real("timeout_s"), key=message["key"],
             unit=message.text("unit"), policy=message.text("policy"),
             group_ids=None if group_ids is None else group_ids.tolist(),
             min_version=message.optional_whole("min_version"), at_least=message.whole("at_least"),
+            max_age_s=message.optional_real("max_age_s"), seed=message.whole("seed"), team=message.text("team"),
+            rank=message.whole("rank"), ranks=message.whole("ranks"), split=message.text("split"),
         )  # fmt: skip
+        copy = message.flag("copy")
         grant = self.controller.claim(request, now)
-        return None if grant is None else _grant_message(grant)
+        if grant is not None:
+            return self._granted(grant, columns, copy)
+        if columns:
+            self._wanted[message["key"]] = (columns, copy)
+        return None
+
+    def _granted(self, grant: Grant, columns: list[str], copy: bool) -> dict | Answer:
+        body = grant_message(grant)
+        if not columns or not len(grant.rows):
+            return body
+        answer = Answer(body, *self.controller.resolve(grant.rows))
+        self._attach(answer, columns, copy)
+        return answer
 
     def _done(self, message: Message, now: float) -> dict:
         rows, claim_id = message.optional_ints("rows"), message.optional_whole("claim_id")
@@ -344,8 +354,20 @@ class DockNode:
         self.controller.release(message.whole("claim_id"), part, slots, now)
         return {}
 
+    def _finish(self, message: Message, now: float) -> dict:
+        task = self.schema.task(message.text("task"))
+        part, slots = self.controller.resolve(message.ints("rows"))
+        self.controller.finish(part, task.name, slots, now)
+        return {}
+
+    def _forget(self, message: Message, now: float) -> dict:
+        return {"claims": self.controller.forget_worker(message.text("worker"), now)}
+
+    # -- rows and partitions go ------------------------------------------------------------------------------------
+
     def _drop(self, message: Message, now: float) -> dict:
-        if (rows := message.optional_ints("rows")) is not None:
+        rows = message.optional_ints("rows")
+        if rows is not None:
             part, slots = self.controller.resolve(rows)
         else:
             part = self.controller.open(message.text("partition"))
@@ -361,8 +383,13 @@ class DockNode:
         self.controller.seal(message.text("partition"), now)
         return {}
 
-    def _forget(self, message: Message, now: float) -> dict:
-        return {"claims": self.controller.forget_worker(message.text("worker"), now)}
+    def _close(self, message: Message, now: float) -> dict:
+        self.controller.close(message.text("partition"), now)
+        return {}
+
+    def _task(self, message: Message, now: float) -> dict:
+        self.controller.add_task(TaskSpec(message.text("name"), tuple(message.names("columns"))), now)
+        return {}
 
     def _stats(self, message: Message, now: float) -> dict:
         house = self.warehouse
@@ -370,18 +397,43 @@ class DockNode:
             "arena_bytes": house.capacity_bytes,
             "used_bytes": house.used_bytes,
             "free_bytes": house.free_bytes,
+            "peak_bytes": house.peak_bytes,
             "payload_bytes": house.payload_bytes,
-            "waiting_for_bytes": [{"verb": p.verb.name, "nbytes": p.nbytes} for p in self._parked.values()],
+            "live_rows": self.live_rows,
+            "column_bytes": house.bytes_by_column(),
+            "waiting_for_room": [{"verb": p.verb.name, "for": p.what} for p in self._parked.values()],
             "back_pressure_s": self.back_pressure_s,
         }
 
 
-def _grant_message(grant: Grant) -> dict:
-    return {
-        "claim_id": grant.claim_id, "rows": grant.rows, "group_ids": grant.group_ids, "members": grant.members,
-        "version_min": grant.version_min, "version_max": grant.version_max, "tokens": grant.tokens,
-        "dropped_groups": [g for g, _, _ in grant.dropped], "dropped_reasons": [r for _, _, r in grant.dropped],
-        "dropped_counts": [len(r) for _, r, _ in grant.dropped],
-        "dropped_rows": np.concatenate([r for _, r, _ in grant.dropped]) if grant.dropped else np.empty(0, np.int64),
-        "sealed": grant.sealed,
-    }  # fmt: skip
+def grant_message(grant: Grant) -> dict[str, Any]:
+    rows = np.empty((6, len(grant.rows)), np.int64)
+    rows[0], rows[1], rows[2] = grant.rows, grant.group_ids, grant.members
+    rows[3], rows[4], rows[5] = grant.version_min, grant.version_max, grant.tokens
+    body = {"claim_id": grant.claim_id, "sealed": grant.sealed, "ready": grant.ready, "grant": rows}
+    if grant.dropped:
+        body |= {
+            "dropped_groups": [g for g, _, _ in grant.dropped], "dropped_reasons": [r for _, _, r in grant.dropped],
+            "dropped_counts": [len(r) for _, r, _ in grant.dropped],
+            "dropped_rows": np.concatenate([r for _, r, _ in grant.dropped]),
+        }  # fmt: skip
+    return body
+
+
+def _versions(message: Message, rows: int) -> tuple[np.ndarray, np.ndarray] | None:
+    if message.get("version_min") is None:
+        return None
+    low, high = message.ints("version_min", "int32"), message.ints("version_max", "int32")
+    if not len(low) == len(high) == rows or not bool((low <= high).all()):
+        raise DockError("versions are (oldest, newest) per row, oldest <= newest")
+    return low, high
+
+
+def _cells(values: Values, ready: np.int64, versions: tuple[np.ndarray, np.ndarray] | None) -> dict[str, Any]:
+    """What a journal needs to find the values again: parts, and offsets (bytes) and lengths part after part."""
+    joined = {"offsets": values.offsets, "lengths": values.lengths}
+    record: dict[str, Any] = {n: np.concatenate(a) if a else np.empty(0, np.int64) for n, a in joined.items()}
+    record |= {"parts": [cell.name for cell in values.parts], "ready": int(ready)}
+    if versions is not None:
+        record |= {"version_min": versions[0], "version_max": versions[1]}
+    return record

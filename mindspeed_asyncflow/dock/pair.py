@@ -1,32 +1,24 @@
-"""How every process of a run talks to the dock.
+"""How a process talks to one pair of the dock.
 
 On the server's node the client maps the arena: values are copied in once by the writer and read as views. Elsewhere
-(or with `map_arena=False`) the same verbs carry the bytes in their frames.
+(or with `map_arena=False`) the same verbs carry the bytes behind their frames.
 
-    put_groups -> claim -> read -> write -> done -> free          release, drop, seal, forget_worker, stats, describe
+    put_groups -> claim -> read -> write -> done -> free          release, drop, seal, close_partition, stats, ...
 """
 
 from __future__ import annotations
 
-import itertools
-import secrets
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mindspeed_asyncflow.dock.channel import Broken, Channel
-from mindspeed_asyncflow.dock.columns import ColumnSpec, Ragged, Schema, TaskSpec
-from mindspeed_asyncflow.dock.node import INLINE
-from mindspeed_asyncflow.dock.warehouse import Arena, check_fits, layout
+from mindspeed_asyncflow.dock.calls import Calls
+from mindspeed_asyncflow.dock.columns import Ragged
+from mindspeed_asyncflow.dock.describe import as_text
 from mindspeed_asyncflow.dock.wire import Message, Verb
-from mindspeed_asyncflow.errors import DockError, WorkerLost
 from mindspeed_asyncflow.records import PromptRow
-
-INLINE_BYTES = 1 << 16  # smaller writes travel in their frame: one message instead of two
-_ATTEMPTS = 2  # a call is repeated once, under the same identity, when its connection breaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,55 +37,21 @@ class Claim:
     tokens: np.ndarray  # int64 [n], prompt and answer tokens written so far
     dropped: list[tuple[int, np.ndarray, str]]  # (group id, row handles, reason): dropped by this claim
     sealed: bool  # True: this task has had all rows of the sealed partition; stop asking
+    values: dict[str, Any] | None = None  # the columns that the claim asked for, as `read` gives them
+    ready: int = 0  # units that were ready for the task after the grant
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
-class PairClient:
+class PairClient(Calls):
     """Thread-safe; calls block, each on a connection of its own. `wait_s` is the deadline of calls that wait.
 
-    Make one per process: connections cannot be shared across a fork. Raises DockError (and its kinds StaleHandle,
+    Make one per process: connections cannot be shared across a fork. A connection that breaks is made again, and the
+    call repeated under its identity, until `restart_s` have passed. Raises DockError (and its kinds StaleHandle,
     ClaimLost, DockFull) when the dock refuses a call, DeadlineExceeded when a wait ends, WorkerLost when the server
-    is gone.
+    is gone. `free_bytes` and `live_rows` are what the pair said in its last answer to a put.
     """
-
-    def __init__(self, address: str, secret: str | bytes = b"", wait_s: float = 30.0, map_arena: bool = True) -> None:
-        self.address = address
-        self.wait_s = wait_s
-        self._secret = secret.encode() if isinstance(secret, str) else secret
-        self._client = secrets.randbits(63)
-        self._requests = itertools.count(1)
-        self._idle: list[Channel] = []
-        self._lock = threading.Lock()
-        self._closed = False
-        self._token = b""  # of the server's arena: another one means another server, which has none of our rows
-        channel = self._connect()
-        hello = channel.hello
-        self._idle.append(channel)
-        self.schema = Schema(
-            [ColumnSpec(*column) for column in hello["columns"]], [TaskSpec(n, tuple(c)) for n, c in hello["tasks"]]
-        )
-        self._arena_bytes = hello.whole("arena_bytes")
-        self._arena = Arena.attach(hello.text("arena_path"), self._token) if map_arena else None
-
-    @property
-    def mapped(self) -> bool:
-        """Whether reads are views into shared memory."""
-        return self._arena is not None
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for channel in idle:
-            channel.close()
-
-    def __enter__(self) -> PairClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # -- rows come and go ------------------------------------------------------------------------------------------
 
@@ -109,7 +67,7 @@ class PairClient:
             return []
         firsts = [group[0] for group in groups]
         values = {
-            "prompt_ids": Ragged.from_rows([row.prompt_ids for row in firsts], "int32"),
+            "prompt_ids": [row.prompt_ids for row in firsts],
             "truth": Ragged.from_text(row.truth for row in firsts),
         }
         counts = [len(group) for group in groups]
@@ -118,24 +76,47 @@ class PairClient:
         return self.put(partition, ids, [row.group_size for row in firsts], counts, members, values, timeout_s)
 
     def put(
-        self, partition: str, group_ids: Sequence[int], sizes: Sequence[int], counts: Sequence[int],
-        members: Sequence[int], values: Mapping[str, Any], timeout_s: float | None = None,
+        self, partition: str, group_ids: Sequence[int] | np.ndarray | None = None,
+        sizes: Sequence[int] | np.ndarray | None = None, counts: Sequence[int] | np.ndarray | None = None,
+        members: Sequence[int] | np.ndarray | None = None, values: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None, versions: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> list[np.ndarray]:  # fmt: skip
-        """As `put_groups`, for any columns: shared ones have one row per group, others one per row."""
-        message: dict[str, Any] = {
-            "partition": partition,
-            "group_ids": np.asarray(group_ids, np.int64),
-            "sizes": np.asarray(sizes, np.int64),
-            "counts": np.asarray(counts, np.int64),
+        """As `put_groups`, for any columns: shared ones have one row per group, others one per row.
+
+        Without `group_ids` each row is a group of its own, whose negative id the pair chooses, and all handles come
+        back in one array [rows]. Defaults: one row per group, `sizes` are the counts, `members` count from 0 in each
+        group. `versions`: (oldest, newest) policy version per row, int32 [n] each.
+        """
+        packed = self.pack(values or {})
+        message: dict[str, Any] = {"partition": partition}
+        _add_versions(message, versions)
+        if group_ids is None:
+            rows = next((len(p.lengths) for parts in packed.values() for p in parts), 0)
+            reply = self.send_values(Verb.PUT, message | {"count": rows}, packed, (rows, rows), timeout_s)
+            self._note_room(reply)
+            return [reply.ints("rows")]
+        ids = np.asarray(group_ids, np.int64)
+        many = np.ones(len(ids), np.int64) if counts is None else np.asarray(counts, np.int64)
+        ends = np.cumsum(many)
+        total = int(ends[-1]) if len(ends) else 0
+        if members is None:
+            members = np.arange(total) - np.repeat(ends - many, many)
+        message |= {
+            "group_ids": ids, "sizes": many if sizes is None else np.asarray(sizes, np.int64), "counts": many,
             "members": np.asarray(members, np.int32),
-        }
-        reply = self._send_values(Verb.PUT, message, values, timeout_s)
-        return np.split(reply.ints("rows"), np.cumsum(np.asarray(counts, np.int64))[:-1])
+        }  # fmt: skip
+        reply = self.send_values(Verb.PUT, message, packed, (total, len(ids)), timeout_s)
+        self._note_room(reply)
+        handles = reply.ints("rows")
+        return [handles[end - n : end] for end, n in zip(ends.tolist(), many.tolist())]
+
+    def _note_room(self, reply: Message) -> None:
+        self.free_bytes, self.live_rows = reply.whole("free_bytes"), reply.whole("live_rows")
 
     def free(self, rows: np.ndarray) -> None:
         """The rows have served. Their bytes go when the last claim on them ends."""
         if len(rows):
-            self._call(Verb.FREE, {"rows": _handles(rows)})
+            self.call(Verb.FREE, {"rows": _handles(rows)})
 
     def drop(
         self,
@@ -154,58 +135,68 @@ class PairClient:
             message["rows"] = _handles(rows)
         else:
             message["group_ids"] = np.asarray(group_ids or (), np.int64)
-        self._call(Verb.DROP, message)
+        self.call(Verb.DROP, message)
 
     def seal(self, partition: str) -> None:
         """No more rows come: tails are served, then every claim ends with an empty grant whose `sealed` is True."""
-        self._call(Verb.SEAL, {"partition": partition})
+        self.call(Verb.SEAL, {"partition": partition})
+
+    def close_partition(self, name: str) -> None:
+        """Frees all rows of a partition (held ones when their claims end); its name may be used anew afterwards."""
+        self.call(Verb.CLOSE, {"partition": name})
+
+    def add_task(self, name: str, columns: Sequence[str]) -> None:
+        """A new task; all live rows enter it. Nothing happens when it is there already with the same columns."""
+        self.call(Verb.TASK, {"name": name, "columns": list(columns)})
 
     # -- work ------------------------------------------------------------------------------------------------------
 
     def claim(
         self, task: str, count: int, *, partition: str, worker: str, unit: str = "rows", policy: str = "fifo",
         group_ids: Sequence[int] | None = None, min_version: int | None = None, timeout_s: float | None = None,
-        at_least: int = 1,
+        at_least: int = 1, columns: Sequence[str] = (), max_age_s: float | None = None, seed: int = 0,
+        team: str = "", rank: int = 0, ranks: int = 1, split: str = "same",
     ) -> Claim:  # fmt: skip
         """Takes up to `count` ready rows (or whole groups) for `task`, as soon as `at_least` are there.
 
-        `policy`: "fifo", or with unit="groups" also "in_order" (group k of the puts only after group k-1 was granted);
-        `group_ids` grants from these groups only. Rows (with unit="groups": whole groups) whose oldest version is
-        below `min_version` are dropped as "stale" and reported in `dropped`; a claim that dropped something returns
-        at once, with what is ready, even if that is nothing. In a sealed partition the tail may be smaller than
-        `at_least`. Raises DeadlineExceeded, with nothing claimed, after `timeout_s` (default `wait_s`; 0: no wait).
+        `policy` names one of `dock.policies`; `seed` is for "random". `group_ids` grants from these groups only. Rows
+        (with unit="groups": whole groups) whose oldest version is below `min_version`, or that were put more than
+        `max_age_s` ago, are dropped as "stale" and reported in `dropped`; a claim that dropped something returns at
+        once, with what is ready, even if that is nothing. In a sealed partition the tail may be smaller than
+        `at_least`. `columns` (of those that the task reads) come with the grant, in `values`, as `read` gives them.
+        The `ranks` members of a `team` get the same rows, or shares of them: see `split` in `dock.teams`.
+        Raises DeadlineExceeded, with nothing claimed, after `timeout_s` (default `wait_s`; 0: no wait).
         """
-        message = {
+        reply = self.call(Verb.CLAIM, {
             "task": task, "partition": partition, "count": count, "unit": unit, "policy": policy,
             "group_ids": None if group_ids is None else np.asarray(group_ids, np.int64), "min_version": min_version,
-            "timeout_s": self._patience(timeout_s), "worker": worker, "at_least": at_least,
-        }  # fmt: skip
-        reply = self._call(Verb.CLAIM, message)
-        parts = np.split(reply.ints("dropped_rows"), np.cumsum(np.array(reply["dropped_counts"], np.int64))[:-1])
-        return Claim(
-            reply.whole("claim_id"), reply.ints("rows"), reply.ints("group_ids"), reply.ints("members", "int32"),
-            reply.ints("version_min", "int32"), reply.ints("version_max", "int32"), reply.ints("tokens"),
-            list(zip(reply["dropped_groups"], parts, reply["dropped_reasons"])), reply.flag("sealed"),
-        )  # fmt: skip
+            "timeout_s": self.patience(timeout_s), "worker": worker, "at_least": at_least, "columns": list(columns),
+            "copy": not self.mapped, "max_age_s": max_age_s, "seed": seed, "team": team, "rank": rank, "ranks": ranks,
+            "split": split,
+        })  # fmt: skip
+        claim = read_grant(reply)
+        if not columns or not len(claim):
+            return claim
+        values = self.take_values(reply, columns)
+        if values is None:  # the answer to a repeated call comes without them
+            values = self.read(claim.rows, columns)
+        return _with_values(claim, values)
 
     def read(self, rows: np.ndarray, columns: Sequence[str], copy: bool = False) -> dict[str, Any]:
-        """The columns of `rows`, in their order: a Ragged, or an array [n] for a scalar column.
+        """The columns of `rows`, in their order: an array [n, *shape] for a scalar column, a Ragged, or a list.
 
-        On the server's node ragged values are read-only views into the arena. They are valid until the rows are
-        freed; rows that you hold a claim on are not freed before it ends. `copy=True` gives values of your own.
+        On the server's node ragged values, and blocks of a shape, are read-only views into the arena. They are valid
+        until the rows are freed; rows that you hold a claim on are not freed before it ends. `copy=True` gives values
+        of your own, checked to be those of these rows.
         """
-        copy = copy or self._arena is None
-        reply = self._call(Verb.READ, {"rows": _handles(rows), "columns": list(columns), "copy": copy})
-        out: dict[str, Any] = {}
-        for name in columns:
-            spec, lengths = self.schema.columns[name], reply.ints(f"lengths.{name}")
-            if copy:
-                ragged = Ragged(reply.array(f"values.{name}", spec.dtype), np.cumsum(lengths) - lengths, lengths)
-            else:
-                assert self._arena is not None
-                ragged = self._arena.ragged(spec, reply.ints(f"offsets.{name}"), lengths)
-            out[name] = ragged if spec.kind == "ragged" else ragged.values[ragged.starts]
-        return out
+        handles = _handles(rows)
+        message = {"rows": handles, "columns": list(columns), "copy": not self.mapped}
+        reply = self.call(Verb.READ, message)
+        values = self.take_values(reply, columns, copy)
+        assert values is not None
+        if copy and self.mapped:  # the bytes may have changed hands while they were copied
+            self.call(Verb.CHECK, {"rows": handles})
+        return values
 
     def write(
         self, rows: np.ndarray, values: Mapping[str, Any], *, claim_id: int | None = None,
@@ -217,120 +208,65 @@ class PairClient:
         result (ClaimLost); `done=True` also finishes these rows of the claim. A second result for a cell is refused
         unless it is equal. Waits while the arena is full.
         """
-        message: dict[str, Any] = {"rows": _handles(rows), "claim_id": claim_id, "done": done}
-        if versions is not None:
-            message["version_min"], message["version_max"] = (np.asarray(v, np.int32) for v in versions)
-        self._send_values(Verb.WRITE, message, values, timeout_s)
+        handles = _handles(rows)
+        message: dict[str, Any] = {"rows": handles, "claim_id": claim_id, "done": done}
+        _add_versions(message, versions)
+        self.send_values(Verb.WRITE, message, self.pack(values), (len(handles), len(handles)), timeout_s)
 
     def done(self, claim_id: int | None = None, *, task: str = "", rows: np.ndarray | None = None) -> None:
         """The task has finished the rows of the claim (only `rows`, if given), or `rows` that claims of `task` hold."""
-        self._call(Verb.DONE, {"claim_id": claim_id, "task": task, "rows": None if rows is None else _handles(rows)})
+        self.call(Verb.DONE, {"claim_id": claim_id, "task": task, "rows": None if rows is None else _handles(rows)})
+
+    def finish(self, task: str, rows: np.ndarray) -> None:
+        """Marks rows done for `task` without a claim, unless they are claimed."""
+        if len(rows):
+            self.call(Verb.FINISH, {"task": task, "rows": _handles(rows)})
 
     def release(self, claim_id: int, rows: np.ndarray | None = None) -> None:
         """Gives the rows of the claim (only `rows`, if given) back: they are offered again, before others."""
-        self._call(Verb.RELEASE, {"claim_id": claim_id, "rows": None if rows is None else _handles(rows)})
+        self.call(Verb.RELEASE, {"claim_id": claim_id, "rows": None if rows is None else _handles(rows)})
 
     def forget_worker(self, worker: str) -> int:
         """Offers everything again that a lost worker holds; returns the number of its claims."""
-        return self._call(Verb.FORGET, {"worker": worker}).whole("claims")
+        return self.call(Verb.FORGET, {"worker": worker}).whole("claims")
 
     def stats(self) -> dict[str, Any]:
         """Rows by state per partition and task, bytes, claims, drops by reason, waiting calls."""
-        return dict(self._call(Verb.STATS, {}))
+        return dict(self.call(Verb.STATS, {}))
 
     def describe(self) -> str:
         """`stats` for a person."""
-        stats = self.stats()
-        lines = [
-            f"dock {self.address}: {stats['used_bytes']} of {stats['arena_bytes']} bytes used "
-            f"({stats['payload_bytes']} payload), "
-            f"{stats['claims']} claims open, {stats['leases_expired']} leases ran out, "
-            f"dropped: {stats['drops'] or 'none'}"
-        ]
-        for name, part in stats["partitions"].items():
-            lines.append(
-                f"  {name}: {part['rows']} rows in {part['groups']} groups{', sealed' if part['sealed'] else ''}"
-            )
-            lines += [
-                f"    {task:<10} {', '.join(f'{v} {k}' for k, v in s.items())}" for task, s in part["tasks"].items()
-            ]
-        lines += [
-            f"  waiting: {w['worker']!r} for {w['at_least']} {w['unit']} of {w['task']}" for w in stats["waiting"]
-        ]
-        return "\n".join(lines)
+        return as_text(self.address, self.stats())
 
-    # -- calls -----------------------------------------------------------------------------------------------------
+    def __enter__(self) -> PairClient:
+        return self
 
-    def _patience(self, timeout_s: float | None) -> float:
-        return self.wait_s if timeout_s is None else timeout_s
 
-    def _send_values(self, verb: Verb, message: dict, values: Mapping[str, Any], timeout_s: float | None) -> Message:
-        """A put or write: small values in the frame, large ones copied into the mapped arena before the message."""
-        ragged = {name: self.schema.coerce(name, value) for name, value in values.items()}
-        lengths = {name: column.lengths for name, column in ragged.items()}
-        begins, total = layout(lengths, self.schema.columns)
-        message |= {"columns": list(ragged), "timeout_s": self._patience(timeout_s), "offset": INLINE}
-        message |= {f"lengths.{name}": column for name, column in lengths.items()}
-        check_fits(total, self._arena_bytes)
-        arena = self._arena
-        if arena is None or total <= INLINE_BYTES:
-            return self._call(verb, message | {f"values.{name}": column.values for name, column in ragged.items()})
-        reserve = {"nbytes": total, "put": verb is Verb.PUT, "timeout_s": self._patience(timeout_s)}
-        request = next(self._requests)
+def read_grant(reply: Message) -> Claim:
+    """The claim that an answer describes, without values."""
+    rows = reply.matrix("grant", 6)
+    dropped = []
+    if "dropped_rows" in reply:
+        parts = np.split(reply.ints("dropped_rows"), np.cumsum(np.array(reply["dropped_counts"], np.int64))[:-1])
+        dropped = list(zip(reply["dropped_groups"], parts, reply["dropped_reasons"]))
+    small = rows[2:5].astype(np.int32)
+    return Claim(
+        reply.whole("claim_id"), rows[0], rows[1], small[0], small[1], small[2], rows[5], dropped,
+        reply.flag("sealed"), None, reply.whole("ready"),
+    )  # fmt: skip
 
-        def place_and_send(channel: Channel) -> Message:
-            offset = channel.call(Verb.RESERVE, next(self._requests), reserve).whole("offset")
-            for name, column in ragged.items():
-                arena.store(offset + begins[name], column.values)
-            return channel.call(verb, request, message | {"offset": offset})
 
-        return self._attempt(verb, place_and_send)
-
-    def _call(self, verb: Verb, message: Mapping[str, Any]) -> Message:
-        request = next(self._requests)
-        return self._attempt(verb, lambda channel: channel.call(verb, request, message))
-
-    def _attempt(self, verb: Verb, action: Callable[[Channel], Message]) -> Message:
-        for attempt in range(1, _ATTEMPTS + 1):
-            channel = self._channel(fresh=attempt > 1)
-            try:
-                return action(channel)
-            except Broken as broken:
-                if attempt == _ATTEMPTS:
-                    raise WorkerLost(
-                        f"the dock server at {self.address} went away during {verb.name}: {broken}"
-                    ) from broken
-            finally:
-                self._keep(channel)
-        raise AssertionError("unreachable")
-
-    def _keep(self, channel: Channel) -> None:
-        with self._lock:
-            if channel.usable and not self._closed:
-                self._idle.append(channel)
-                return
-        channel.close()
-
-    def _channel(self, fresh: bool) -> Channel:
-        with self._lock:
-            if self._closed:
-                raise DockError("this dock client is closed")
-            if self._idle and not fresh:
-                return self._idle.pop()
-        return self._connect()
-
-    def _connect(self) -> Channel:
-        try:
-            channel = Channel(self.address, self._secret, self._client, self.wait_s)
-        except Broken as broken:
-            raise WorkerLost(f"no dock server at {self.address}, or the secret is wrong: {broken}") from broken
-        token = channel.hello.array("arena_token", "uint8").tobytes()
-        if self._token and token != self._token:
-            channel.close()
-            raise WorkerLost(f"the dock server at {self.address} was replaced by another one; its rows are gone")
-        self._token = token
-        return channel
+def _with_values(claim: Claim, values: dict[str, Any]) -> Claim:
+    return Claim(
+        claim.claim_id, claim.rows, claim.group_ids, claim.members, claim.version_min, claim.version_max, claim.tokens,
+        claim.dropped, claim.sealed, values, claim.ready,
+    )  # fmt: skip
 
 
 def _handles(rows: np.ndarray | Sequence[int]) -> np.ndarray:
     return np.asarray(rows, np.int64)
+
+
+def _add_versions(message: dict[str, Any], versions: tuple[np.ndarray, np.ndarray] | None) -> None:
+    if versions is not None:
+        message["version_min"], message["version_max"] = (np.asarray(v, np.int32) for v in versions)

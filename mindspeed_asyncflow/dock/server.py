@@ -1,68 +1,57 @@
 """One dock node behind a socket: a thread that reads frames, lets `DockNode` answer, and writes the answers.
 
-One selector loop, no lock: verbs run one after the other, none of them waits. A parked call costs nothing until the
-verb that satisfies it sends its answer. A connection that sends a malformed frame is closed and nobody else notices.
+One loop over epoll, no lock: verbs run one after the other, none of them waits, and bulk moves in short steps between
+them. A parked call costs nothing until the verb that satisfies it sends its answer. A connection that sends a malformed
+frame is closed and nobody else notices; one that does not take its answers is not listened to, and closed in the end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
-import selectors
+import select
 import socket
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 
 from mindspeed_asyncflow.dock import wire
+from mindspeed_asyncflow.dock.arena import Arena
 from mindspeed_asyncflow.dock.columns import ColumnSpec, Schema, TaskSpec
-from mindspeed_asyncflow.dock.node import DockNode
-from mindspeed_asyncflow.dock.warehouse import Arena
-from mindspeed_asyncflow.dock.wire import HEADER, Header, Message, Verb, WireError
-from mindspeed_asyncflow.errors import AsyncFlowError, PlatformError
+from mindspeed_asyncflow.dock.connection import Call, Connection
+from mindspeed_asyncflow.dock.node import Answer, DockNode
+from mindspeed_asyncflow.dock.wire import MAX_BODY, Header, Verb, WireError
+from mindspeed_asyncflow.errors import AsyncFlowError, DockError, PlatformError
 
-_GREETING_BYTES = 4096  # most that a connection may send before it has shown the secret
-_REMEMBERED = 512  # answers kept for callers that repeat a call after a broken connection
-_NOT_REMEMBERED = (Verb.READ, Verb.STATS, Verb.RESERVE)
+_REMEMBERED, _REMEMBERED_BYTES = 512, 32 << 20  # answers kept for callers that repeat a call after a broken connection
+_NOT_REMEMBERED = (Verb.READ, Verb.STATS, Verb.RESERVE, Verb.CHECK)
+_WITH_BULK = (Verb.PUT, Verb.WRITE)
+_MOST_PARKED = 256  # calls of one connection
 _LONGEST_SLEEP_S = 60.0
-_CHUNK = 1 << 18
-
-
-class _Connection:
-    """Buffers of one client."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.socket = sock
-        self.challenge = secrets.token_bytes(wire.CHALLENGE_BYTES)
-        self.trusted = False
-        self.header: Header | None = None
-        self.buffer = bytearray(HEADER.size)
-        self.filled = 0
-        self.outgoing: deque[memoryview] = deque()
-        self.parked: set[object] = set()
-
-    def expect(self, nbytes: int) -> None:
-        self.buffer, self.filled = bytearray(nbytes), 0
+_STALL_S = 30.0  # how long a client may leave its answers lying
+_IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 
 
 class DockServer:
-    """Serves one controller/warehouse pair from a thread of this process.
+    """Serves one controller/warehouse pair, number `pair`, from a thread of this process.
 
-    `port` 0 takes any free one; a busy port raises PlatformError. Every client must know `secret`. `close()` ends the
-    thread and removes the arena; clients that wait then get an error at once.
+    `port` 0 takes any free one; a busy port raises PlatformError. Every client must know `secret`. `max_rows` bounds
+    the rows held at a time (0: only bytes count). `close()` ends the thread and removes the arena; clients that wait
+    then get an error at once.
     """
 
     def __init__(
         self, columns: Sequence[ColumnSpec], tasks: Sequence[TaskSpec], arena_mb: int = 64, lease_s: float = 120.0,
         host: str = "127.0.0.1", port: int = 0, secret: str | bytes = b"", arena_path: str | None = None,
+        pair: int = 0, max_rows: int = 0, stall_s: float = _STALL_S,
     ) -> None:  # fmt: skip
         self._secret = secret.encode() if isinstance(secret, str) else secret
+        self._stall_s = stall_s
         schema = Schema(columns, tasks)
         try:
-            self._listener = socket.create_server((host, port))
+            self._listener = socket.create_server((host, port), backlog=512)
         except OSError as error:
             raise PlatformError(
                 f"the dock cannot listen on {host}:{port} ({error.strerror}); set dock.port to a free one, or to 0"
@@ -73,13 +62,14 @@ class DockServer:
             self._listener.close()
             raise
         self._listener.setblocking(False)
-        self._node = DockNode(schema, self._arena, lease_s)
-        self._hello = _hello(schema, self._arena)
-        self._most_bytes = len(self._arena.bytes) + wire.MAX_JSON
-        self._selector = selectors.DefaultSelector()
-        self._connections: set[_Connection] = set()
-        self._callers: dict[object, tuple[_Connection, Header]] = {}  # of parked calls
-        self._answers: OrderedDict[tuple[int, int], list[memoryview]] = OrderedDict()
+        self._node = DockNode(schema, self._arena, lease_s, pair, max_rows)
+        self._connections: dict[int, Connection] = {}
+        self._busy: dict[Connection, None] = {}  # whose next frame has arrived already
+        self._sending: dict[Connection, None] = {}  # whose answers did not leave at once
+        self._callers: dict[object, tuple[Connection, Header]] = {}  # of parked calls
+        self._waiting: dict[tuple[int, int], Connection] = {}  # where a call is parked, by its identity
+        self._answers: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+        self._answer_bytes = 0
         self._wake_receive, self._wake_send = socket.socketpair()
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="dock-server", daemon=True)
@@ -120,8 +110,10 @@ class DockServer:
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_receive, selectors.EVENT_READ)
+        self._poll = select.epoll()
+        self._poll.register(self._listener.fileno(), _IN)
+        self._poll.register(self._wake_receive.fileno(), _IN)
+        self._listener_fd = self._listener.fileno()
         try:
             while not self._stop:
                 self._turn()
@@ -129,22 +121,41 @@ class DockServer:
             self.failure = error
             raise
         finally:  # whatever happened, nobody must wait for an answer that cannot come
-            for connection in list(self._connections):
+            for connection in list(self._connections.values()):
                 self._close(connection)
-            self._selector.close()
+            self._poll.close()
 
     def _turn(self) -> None:
-        deadline = self._node.next_deadline()
-        wait = None if deadline is None else min(max(0.0, deadline - time.monotonic()), _LONGEST_SLEEP_S)
-        for key, events in self._selector.select(wait):
-            if key.fileobj is self._listener:
+        deadline = self._next_deadline()
+        wait = _LONGEST_SLEEP_S if deadline is None else min(max(0.0, deadline - time.monotonic()), _LONGEST_SLEEP_S)
+        busy = list(self._busy)
+        for fd, events in self._poll.poll(0 if busy else wait):
+            connection = self._connections.get(fd)
+            if connection is not None:
+                if connection not in self._busy:
+                    self._serve(connection, events)
+            elif fd == self._listener_fd:
                 self._accept()
-            elif isinstance(key.data, _Connection):
-                self._serve(key.data, events)
-        now = time.monotonic()
-        if deadline is not None and deadline <= now:
-            self._node.tick(now)
+        for connection in busy:
+            if connection in self._busy:
+                self._serve(connection, 0)
+        if deadline is not None:
+            now = time.monotonic()
+            if deadline <= now:
+                self._node.tick(now)
+                self._drop_stalled(now)
         self._send_outcomes()
+
+    def _next_deadline(self) -> float | None:
+        deadline = self._node.next_deadline()
+        if not self._sending:
+            return deadline
+        stalled = min(c.stalled_since for c in self._sending) + self._stall_s
+        return stalled if deadline is None else min(deadline, stalled)
+
+    def _drop_stalled(self, now: float) -> None:
+        for connection in [c for c in self._sending if c.stalled_since + self._stall_s <= now]:
+            self._close(connection)
 
     def _accept(self) -> None:
         try:
@@ -153,68 +164,80 @@ class DockServer:
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = _Connection(sock)
-        self._connections.add(connection)
-        self._selector.register(sock, selectors.EVENT_READ, connection)
-        try:
-            self._send(connection, [memoryview(connection.challenge)])
-        except OSError:
-            self._close(connection)
+        connection = Connection(sock)
+        connection.events = _IN
+        self._connections[connection.fd] = connection
+        self._poll.register(connection.fd, _IN)
+        connection.send(connection.challenge)
+        self._flush(connection)
 
-    def _serve(self, connection: _Connection, events: int) -> None:
+    def _serve(self, connection: Connection, events: int) -> None:
+        """One step for a connection: its answers move on, and one of its calls is answered."""
         try:
-            if events & selectors.EVENT_WRITE:
+            if events & ~_IN and connection.sending:
                 self._flush(connection)
-            if events & selectors.EVENT_READ:
-                self._receive(connection)
+            if events & ~_OUT and not connection.has_more and not connection.receive():
+                self._close(connection)
+                return
+            if connection.sending:  # does not take its answers: not listened to
+                self._busy.pop(connection, None)
+                return
+            self._dispatch_next(connection)
+            self._watch(connection)
         except WireError:
             self.bad_frames += 1
             self._close(connection)
         except OSError:  # reset by the client
             self._close(connection)
 
-    def _close(self, connection: _Connection) -> None:
-        if connection not in self._connections:
+    def _watch(self, connection: Connection) -> None:
+        """Notes what the loop has to look for on this connection."""
+        if connection.fd not in self._connections:
             return
-        self._connections.remove(connection)
-        self._selector.unregister(connection.socket)
-        connection.socket.close()
+        if connection.sending:
+            events = _OUT
+            if connection not in self._sending or not connection.stalled_since:
+                connection.stalled_since = time.monotonic()
+            self._sending[connection] = None
+            self._busy.pop(connection, None)
+        else:
+            events = _IN
+            self._sending.pop(connection, None)
+            if connection.has_more:
+                self._busy[connection] = None
+            else:
+                self._busy.pop(connection, None)
+        if events != connection.events:
+            connection.events = events
+            self._poll.modify(connection.fd, events)
+
+    def _close(self, connection: Connection) -> None:
+        if self._connections.pop(connection.fd, None) is None:
+            return
+        self._poll.unregister(connection.fd)
+        self._busy.pop(connection, None)
+        self._sending.pop(connection, None)
+        now = time.monotonic()
         for key in connection.parked:
             self._node.cancel(key)
-            self._callers.pop(key, None)
-        self._node.connection_lost(connection, time.monotonic())
+            _, header = self._callers.pop(key, (None, None))
+            if header is not None:
+                self._waiting.pop((header.client, header.request), None)
+        for answer in connection.abandon():
+            self._node.unpin(answer, now)
+        self._node.connection_lost(connection, now)
 
-    # -- frames in and out -----------------------------------------------------------------------------------------
+    # -- calls -----------------------------------------------------------------------------------------------------
 
-    def _receive(self, connection: _Connection) -> None:
-        """Takes what is there; every complete frame is answered."""
-        while connection in self._connections:
-            view = memoryview(connection.buffer)[connection.filled : connection.filled + _CHUNK]
-            if len(view):
-                try:
-                    count = connection.socket.recv_into(view)
-                except BlockingIOError:
-                    return
-                if count == 0:
-                    self._close(connection)
-                    return
-                connection.filled += count
-            if connection.filled < len(connection.buffer):
-                continue
-            if connection.header is None:
-                limit = self._most_bytes if connection.trusted else _GREETING_BYTES
-                connection.header = wire.decode_header(connection.buffer, limit)
-                connection.expect(connection.header.body_bytes)
-                continue
-            header, body = connection.header, memoryview(connection.buffer)
-            connection.header = None
-            connection.expect(HEADER.size)
-            self._dispatch(connection, header, wire.decode_body(header, body))
-            return  # one call per turn and connection: nobody is delayed by a busy neighbour
+    def _dispatch_next(self, connection: Connection) -> None:
+        call = connection.next_call(MAX_BODY, wire.MAX_BULK)
+        if call is not None:
+            self._dispatch(connection, call)
 
-    def _dispatch(self, connection: _Connection, header: Header, message: Message) -> None:
+    def _dispatch(self, connection: Connection, call: Call) -> None:
+        header, message, landed = call
         if not connection.trusted:
-            self._greet(connection, header, message)
+            self._greet(connection, call)
             return
         try:
             verb = Verb(header.verb)
@@ -222,12 +245,23 @@ class DockServer:
             raise WireError(f"unknown verb {header.verb}") from None
         if verb is Verb.HELLO:
             raise WireError("a second greeting")
-        repeated = self._answers.get((header.client, header.request)) if verb not in _NOT_REMEMBERED else None
-        if repeated is not None:
-            if isinstance(message.get("offset"), int):
-                self._node.cancel_extent(message["offset"])
-            self._send(connection, repeated)
+        if header.bulk_bytes and not landed:
+            if verb not in _WITH_BULK:
+                raise WireError(f"{verb.name} carries no bulk")
+            views = self._node.store.landing(connection, message.whole("reservation"), header.bulk_bytes)
+            connection.land(call, views)
+            self._dispatch_next(connection)
             return
+        identity = (header.client, header.request)
+        repeated = self._answers.get(identity) if verb not in _NOT_REMEMBERED else None
+        if repeated is not None:
+            if isinstance(message.get("reservation"), int):
+                self._node.store.cancel_of(connection, message["reservation"])
+            connection.send(repeated)
+            self._flush(connection)
+            return
+        if identity in self._waiting:  # asked again before the loss of the first connection was noticed
+            self._close(self._waiting[identity])
         key = (connection, header.request)
         try:
             reply = self._node.handle(verb, message, connection, key, time.monotonic())
@@ -236,29 +270,63 @@ class DockServer:
         except AsyncFlowError as error:
             self._answer(connection, header, error)
         else:
-            if reply is None:
-                connection.parked.add(key)
-                self._callers[key] = (connection, header)
-            else:
+            if reply is not None:
                 self._answer(connection, header, reply)
+            else:
+                self._park(connection, key, header)
 
-    def _greet(self, connection: _Connection, header: Header, message: Message) -> None:
+    def _park(self, connection: Connection, key: object, header: Header) -> None:
+        if len(connection.parked) >= _MOST_PARKED:
+            raise WireError(f"more than {_MOST_PARKED} calls of one connection wait")
+        connection.parked.add(key)
+        self._callers[key] = (connection, header)
+        self._waiting[(header.client, header.request)] = connection
+
+    def _greet(self, connection: Connection, call: Call) -> None:
+        header, message, _ = call
         shown = message.array("answer", "uint8") if header.verb == Verb.HELLO else np.empty(0, np.uint8)
         if not wire.knows_secret(self._secret, connection.challenge, shown):
             raise WireError("wrong secret")
         connection.trusted = True
-        self._send(connection, _frame(header, 0, self._hello))
+        hello = _hello(self._node.schema, self._arena, self._node.pair)
+        connection.send(wire.frame(header.verb, 0, header.client, header.request, hello))
+        self._flush(connection)
 
-    def _answer(self, connection: _Connection, header: Header, reply: dict | AsyncFlowError) -> None:
+    def _answer(self, connection: Connection, header: Header, reply: dict | Answer | AsyncFlowError) -> None:
+        identity = (header.verb, header.client, header.request)
+        verb, client, request = identity
         if isinstance(reply, AsyncFlowError):
-            frame = _frame(header, 1, {"error": type(reply).__name__, "text": str(reply)})
+            error = {"error": type(reply).__name__, "text": str(reply)}
+            connection.send(wire.frame(verb, 1, client, request, error))
+        elif isinstance(reply, Answer):
+            if verb not in _NOT_REMEMBERED:
+                self._remember(verb, client, request, reply.body)
+            bulk = reply.stream.nbytes if reply.stream is not None else 0
+            try:
+                whole = wire.frame(verb, 0, client, request, reply.body | reply.extra, bulk)
+            except WireError as large:
+                error = {"error": DockError.__name__, "text": str(large)}
+                connection.send(wire.frame(verb, 1, client, request, error))
+            else:
+                if bulk:
+                    self._node.pin(reply)
+                    connection.send_values(whole, reply, self._arena.memory)
+                else:
+                    connection.send(whole)
         else:
-            frame = _frame(header, 0, reply)
-            if header.verb not in _NOT_REMEMBERED:
-                self._answers[(header.client, header.request)] = frame
-                if len(self._answers) > _REMEMBERED:
-                    self._answers.popitem(last=False)
-        self._send(connection, frame)
+            frame = self._remember(verb, client, request, reply)
+            connection.send(frame)
+        self._flush(connection)
+
+    def _remember(self, verb: int, client: int, request: int, body: dict) -> bytes:
+        """The frame of an answer, kept for the case that its caller asks again."""
+        frame = wire.frame(verb, 0, client, request, body)
+        if verb not in _NOT_REMEMBERED:
+            self._answers[(client, request)] = frame
+            self._answer_bytes += len(frame)
+            while len(self._answers) > _REMEMBERED or self._answer_bytes > _REMEMBERED_BYTES:
+                self._answer_bytes -= len(self._answers.popitem(last=False)[1])
+        return frame
 
     def _send_outcomes(self) -> None:
         while outcomes := self._node.take_outcomes():
@@ -267,45 +335,25 @@ class DockServer:
                 if connection is None or header is None:  # its connection was lost in this very turn
                     continue
                 connection.parked.discard(key)
-                try:
-                    self._answer(connection, header, reply)
-                except OSError:
-                    self._close(connection)
+                self._waiting.pop((header.client, header.request), None)
+                self._answer(connection, header, reply)
 
-    def _send(self, connection: _Connection, frame: Sequence[memoryview]) -> None:
-        connection.outgoing.extend(frame)
-        self._flush(connection)
-
-    def _flush(self, connection: _Connection) -> None:
-        outgoing = connection.outgoing
-        while outgoing:
-            try:
-                sent = connection.socket.sendmsg([outgoing[i] for i in range(min(len(outgoing), 64))])
-            except BlockingIOError:
-                break
-            while sent:
-                if sent >= len(outgoing[0]):
-                    sent -= len(outgoing.popleft())
-                else:
-                    outgoing[0] = outgoing[0][sent:]
-                    sent = 0
-            while outgoing and not len(outgoing[0]):
-                outgoing.popleft()
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
-        if self._selector.get_key(connection.socket).events != events:
-            self._selector.modify(connection.socket, events, connection)
+    def _flush(self, connection: Connection) -> None:
+        """Sends what can be sent in one step; a client that is gone is closed."""
+        try:
+            for answer in connection.flush():
+                self._node.unpin(answer, time.monotonic())
+        except OSError:
+            self._close(connection)
+            return
+        self._watch(connection)
 
 
-def _frame(header: Header, status: int, message: dict) -> list[memoryview]:
-    """An answer as one buffer: copied, because views into the arena may change before they have left."""
-    parts = wire.encode(header.verb, status, header.client, header.request, message)
-    return [memoryview(b"".join(parts))]
-
-
-def _hello(schema: Schema, arena: Arena) -> dict:
+def _hello(schema: Schema, arena: Arena, pair: int) -> dict:
     return {
-        "columns": [[c.name, c.dtype, c.kind, c.shared, c.tokens] for c in schema.columns.values()],
+        "columns": [[c.name, c.dtype, c.kind, c.shared, c.tokens, list(c.shape)] for c in schema.columns.values()],
         "tasks": [[t.name, list(t.columns)] for t in schema.tasks.values()],
+        "pair": pair,
         "arena_path": arena.path,
         "arena_bytes": len(arena.bytes),
         "arena_token": np.frombuffer(arena.token, np.uint8),

@@ -1,144 +1,25 @@
-"""The data plane of one node: a shared-memory arena and the map from cells (row or group, column) to bytes.
+"""The data plane of one node: the map from cells (row or group, part of a column) to bytes of the arena.
 
-The arena is one file, touched once and recycled for ever: no write creates a segment. Space is handed out in
-granules of 64 bytes. One write reserves one extent and packs the rows of each column back to back in it, so a cell
-has no padding of its own and starts anywhere. A granule is free again when the last cell that touches it is released:
+Space is handed out in granules of 64 bytes. A write packs the cells of each part back to back, as one piece, and all
+pieces into one extent where one is free; otherwise each piece, or each block of its rows, gets an extent of its own.
+So a cell has no padding and starts anywhere. A granule is free again when the last cell that touches it is released:
 interior granules belong to one cell, and only the first and last granule of a cell can be shared, so a reference
 count is kept for these alone. The work of a release depends on the cells released, not on bytes or on the rows alive.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import secrets
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 
-from mindspeed_asyncflow.dock.columns import ColumnSpec, Ragged
-from mindspeed_asyncflow.errors import DockError, DockFull, PlatformError
+from mindspeed_asyncflow.dock.arena import GRANULE, Arena
+from mindspeed_asyncflow.dock.columns import ColumnSpec, Part
+from mindspeed_asyncflow.dock.freelist import FreeList
+from mindspeed_asyncflow.dock.ragged import Ragged
+from mindspeed_asyncflow.errors import DockError, DockFull
 
-GRANULE = 64  # bytes
-TOKEN_BYTES = 32  # at the start of the arena: tells a client that it mapped the right file
-SHM_DIR = "/dev/shm"
-
-
-class Arena:
-    """One shared-memory file, mapped. Offsets are bytes from its start; the first granule is reserved."""
-
-    def __init__(self, path: str, mapping: mmap.mmap) -> None:
-        self.path = path
-        self._mapping = mapping
-        self.bytes = np.frombuffer(mapping, np.uint8)
-        self._views: dict[str, np.ndarray] = {}
-
-    @classmethod
-    def create(cls, path: str | None, nbytes: int) -> Arena:
-        """Creates and touches the file. Raises PlatformError when the memory or the name is not available."""
-        path = path or f"{SHM_DIR}/asyncflow-dock-{os.getpid()}-{secrets.token_hex(4)}"
-        nbytes = -(-nbytes // GRANULE) * GRANULE
-        try:
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        except OSError as error:
-            raise PlatformError(f"the dock arena {path} cannot be created: {error.strerror}") from error
-        try:
-            os.posix_fallocate(fd, 0, nbytes)  # without it, missing memory would be a bus error at the first touch
-            arena = cls(path, mmap.mmap(fd, nbytes))
-        except OSError as error:
-            os.unlink(path)
-            raise PlatformError(
-                f"{nbytes >> 20} MiB of shared memory for the dock are not available ({error.strerror}); "
-                "lower dock.arena_mb"
-            ) from error
-        finally:
-            os.close(fd)
-        arena.bytes.fill(0)
-        arena.bytes[:TOKEN_BYTES] = np.frombuffer(secrets.token_bytes(TOKEN_BYTES), np.uint8)
-        return arena
-
-    @classmethod
-    def attach(cls, path: str, token: bytes) -> Arena | None:
-        """Maps the arena of a server on this node; None when the file is not the one that carries `token`."""
-        try:
-            fd = os.open(path, os.O_RDWR)
-        except OSError:
-            return None
-        try:
-            mapping = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        finally:
-            os.close(fd)
-        arena = cls(path, mapping)
-        return arena if arena.token == token else None
-
-    @property
-    def token(self) -> bytes:
-        return self.bytes[:TOKEN_BYTES].tobytes()
-
-    def view(self, dtype: str) -> np.ndarray:
-        """The whole arena as a read-only array of `dtype`; element i is at byte i * itemsize."""
-        if dtype not in self._views:
-            whole = self.bytes.view(dtype)
-            whole.flags.writeable = False
-            self._views[dtype] = whole
-        return self._views[dtype]
-
-    def ragged(self, spec: ColumnSpec, offsets: np.ndarray, lengths: np.ndarray) -> Ragged:
-        """Cells at byte `offsets` as views."""
-        return Ragged(self.view(spec.dtype), offsets // spec.itemsize, lengths)
-
-    def store(self, offset: int, values: np.ndarray) -> None:
-        """Copies `values` (contiguous) to byte `offset`."""
-        self.bytes[offset : offset + values.nbytes] = values.view(np.uint8)
-
-    def unlink(self) -> None:
-        Path(self.path).unlink(missing_ok=True)
-
-
-class FreeList:
-    """Free granules as sorted, disjoint, never adjoining runs; first fit."""
-
-    def __init__(self, start: int, end: int) -> None:
-        self._starts = np.array([start], np.int64)
-        self._ends = np.array([end], np.int64)
-        self.total = end - start
-
-    @property
-    def largest(self) -> int:
-        return int((self._ends - self._starts).max(initial=0))
-
-    def take(self, count: int) -> int | None:
-        """First granule of a run of `count`, or None."""
-        fits = self._ends - self._starts >= count
-        i = int(np.argmax(fits)) if len(fits) else 0
-        if not len(fits) or not fits[i]:
-            return None
-        start = int(self._starts[i])
-        self._starts[i] += count
-        if self._starts[i] == self._ends[i]:
-            self._starts, self._ends = np.delete(self._starts, i), np.delete(self._ends, i)
-        self.total -= count
-        return start
-
-    def give(self, starts: np.ndarray, ends: np.ndarray) -> None:
-        """Returns disjoint runs [starts, ends)."""
-        self.total += int((ends - starts).sum())
-        starts, ends = np.concatenate((self._starts, starts)), np.concatenate((self._ends, ends))
-        order = np.argsort(starts, kind="stable")
-        starts, ends = starts[order], ends[order]
-        apart = starts[1:] != ends[:-1]  # runs that touch become one
-        self._starts = starts[np.concatenate(([True], apart))]
-        self._ends = ends[np.concatenate((apart, [True]))]
-
-
-def layout(lengths: Mapping[str, np.ndarray], specs: Mapping[str, ColumnSpec]) -> tuple[dict[str, int], int]:
-    """Where each column's packed values begin in one extent, in bytes, and the size of the extent. Pure."""
-    begins, total = {}, 0
-    for name, column in lengths.items():
-        begins[name] = total
-        total += -(-int(column.sum()) * specs[name].itemsize // GRANULE) * GRANULE
-    return begins, total
+Piece = tuple[int, int, int, int]  # place of the part in its call, first row, end row, byte offset; rows lie packed
 
 
 def check_fits(nbytes: int, most: int) -> None:
@@ -150,11 +31,20 @@ def check_fits(nbytes: int, most: int) -> None:
         )
 
 
-class Cells:
-    """Byte offset and length in elements of one column's cells, by slot (or by group slot for a shared column)."""
+def granules(nbytes: int) -> int:
+    return -(-nbytes // GRANULE)
 
-    def __init__(self, spec: ColumnSpec) -> None:
-        self.spec = spec
+
+def layout_bytes(parts: Sequence[Part], lengths: Sequence[np.ndarray]) -> int:
+    """What cells of these lengths (elements) take in the arena: each part is rounded up to whole granules."""
+    return sum(granules(int(n.sum()) * part.itemsize) for part, n in zip(parts, lengths)) * GRANULE
+
+
+class Cells:
+    """Byte offset and length in elements of one part's cells, by slot (or by group slot for a shared column)."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
         self.offsets = np.zeros(0, np.int64)
         self.lengths = np.zeros(0, np.int64)
 
@@ -166,16 +56,17 @@ class Cells:
 
 
 class Warehouse:
-    """Bytes of one node. A cell is (partition number, column, index); who may use it is the controller's business."""
+    """Bytes of one node. A cell is (partition number, part, index); who may use it is the controller's business."""
 
     def __init__(self, columns: Sequence[ColumnSpec], arena: Arena) -> None:
-        self.specs = {c.name: c for c in columns}
+        self.parts = {part.name: part for column in columns for part in column.parts}
         self.arena = arena
         self._granules = len(arena.bytes) // GRANULE
         self._free = FreeList(1, self._granules)
         self._edges = np.zeros(self._granules, np.uint8)  # cells that begin or end in a granule, at most 64
-        self._cells: dict[tuple[int, str], Cells] = {}
+        self.cells: dict[tuple[int, str], Cells] = {}
         self.payload_bytes = 0  # of live cells
+        self.peak_bytes = 0
 
     @property
     def capacity_bytes(self) -> int:
@@ -189,79 +80,176 @@ class Warehouse:
     def used_bytes(self) -> int:
         return self.capacity_bytes - self.free_bytes
 
-    def reserve(self, nbytes: int) -> int | None:
-        """Byte offset of an extent, or None when no free run is long enough now."""
-        if nbytes == 0:
-            return GRANULE
-        start = self._free.take(-(-nbytes // GRANULE))
-        return None if start is None else start * GRANULE
+    # -- extents ---------------------------------------------------------------------------------------------------
 
-    def cancel(self, offset: int, nbytes: int) -> None:
-        """Returns a reserved extent that no cell was placed in."""
-        if nbytes:
-            start = offset // GRANULE
-            self._free.give(np.array([start]), np.array([start + -(-nbytes // GRANULE)]))
+    def reserve(self, parts: Sequence[Part], lengths: Sequence[np.ndarray]) -> list[Piece] | None:
+        """Room for one call: a piece per part, or several; None when it is not there now."""
+        sizes = [granules(int(n.sum()) * part.itemsize) for part, n in zip(parts, lengths)]
+        total = sum(sizes)
+        if total > self._free.total:
+            return None
+        start = self._free.take(total) if total else 1
+        if start is None:
+            return self._reserve_apart(parts, lengths, sizes)
+        pieces = []
+        for i, size in enumerate(sizes):
+            pieces.append((i, 0, len(lengths[i]), start * GRANULE))
+            start += size
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return pieces
+
+    def _reserve_apart(
+        self, parts: Sequence[Part], lengths: Sequence[np.ndarray], sizes: Sequence[int]
+    ) -> list[Piece] | None:
+        pieces: list[Piece] = []
+        for i, (part, size) in enumerate(zip(parts, sizes)):
+            start = self._free.take(size) if size else 1
+            found = self._reserve_blocks(i, part, lengths[i]) if start is None else [
+                (i, 0, len(lengths[i]), start * GRANULE)
+            ]  # fmt: skip
+            pieces += found
+            if start is None and not found:
+                self.cancel(pieces, parts, lengths)
+                return None
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return pieces
+
+    def _reserve_blocks(self, i: int, part: Part, lengths: np.ndarray) -> list[Piece]:
+        """Blocks of rows, each as long as the longest free run allows; empty when one row fits nowhere."""
+        ends = np.cumsum(lengths) * part.itemsize
+        pieces: list[Piece] = []
+        first, begin = 0, 0
+        while first < len(lengths):
+            longest = self._free.largest
+            last = int(np.searchsorted(ends, begin + longest * GRANULE, "right"))
+            start = self._free.take(granules(int(ends[last - 1]) - begin)) if last > first else None
+            if start is None:
+                self.cancel(pieces, [part] * (i + 1), [lengths] * (i + 1))
+                return []
+            pieces.append((i, first, last, start * GRANULE))
+            first, begin = last, int(ends[last - 1])
+        return pieces
+
+    def cancel(self, pieces: Sequence[Piece], parts: Sequence[Part], lengths: Sequence[np.ndarray]) -> None:
+        """Returns reserved pieces that no cell was placed in."""
+        starts = np.array([offset // GRANULE for *_, offset in pieces], np.int64)
+        sizes = [granules(int(lengths[i][first:last].sum()) * parts[i].itemsize) for i, first, last, _ in pieces]
+        ends = starts + np.array(sizes, np.int64)
+        self._free.give(starts[ends > starts], ends[ends > starts])
+
+    # -- cells -----------------------------------------------------------------------------------------------------
 
     def place(
-        self, partition: int, column: str, index: np.ndarray, begin: int, lengths: np.ndarray, keep: np.ndarray
-    ) -> None:
-        """Makes the packed values at byte `begin` the cells `index`; those with `keep` False are given back."""
-        spec = self.specs[column]
-        offsets = begin + (np.cumsum(lengths) - lengths) * spec.itemsize
-        first, last, _ = self._span(offsets, lengths, spec)
+        self, partition: int, name: str, index: np.ndarray, offsets: np.ndarray, lengths: np.ndarray,
+        keep: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Makes the reserved bytes at `offsets` the cells `index`; those with `keep` False are given back."""
+        part = self.parts[name]
+        first, last = self._span(offsets, lengths, part)
         np.add.at(self._edges, first, 1)
         np.add.at(self._edges, last[last > first], 1)
-        if not keep.all():
-            self._drop(offsets[~keep], lengths[~keep], spec)
+        if keep is not None and not keep.all():
+            self._drop(offsets[~keep], lengths[~keep], part)
             index, offsets, lengths = index[keep], offsets[keep], lengths[keep]
-        cells = self._table(partition, column)
+        self.adopt(partition, name, index, offsets, lengths)
+
+    def adopt(self, partition: int, name: str, index: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> None:
+        """Notes where cells are, and nothing else: see `rebuild`."""
+        cells = self._table(partition, name)
         if len(index):
             cells.ensure(int(index.max()) + 1)
         cells.offsets[index] = np.where(lengths > 0, offsets, 0)
         cells.lengths[index] = lengths
-        self.payload_bytes += int(lengths.sum()) * spec.itemsize
+        self.payload_bytes += int(lengths.sum()) * cells.part.itemsize
 
-    def locate(self, partition: int, column: str, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def rebuild(self) -> None:
+        """Works out what is free from the cells that are there. For a restart, after all cells were adopted."""
+        self.payload_bytes = 0
+        self._edges[:] = 0
+        change = np.zeros(self._granules + 1, np.int32)  # +1 where use begins, -1 where it ends
+        change[0], change[1] = 1, -1
+        for cells in self.cells.values():
+            some = cells.lengths > 0
+            first, last = self._span(cells.offsets[some], cells.lengths[some], cells.part)
+            np.add.at(self._edges, first, 1)
+            np.add.at(self._edges, last[last > first], 1)
+            np.add.at(change, first, 1)
+            np.add.at(change, last + 1, -1)
+            self.payload_bytes += int(cells.lengths.sum()) * cells.part.itemsize
+        used = np.concatenate(([True], np.cumsum(change[:-1]) > 0, [True]))
+        starts = np.flatnonzero(used[:-1] & ~used[1:])
+        ends = np.flatnonzero(~used[:-1] & used[1:])
+        self._free = FreeList(0, 0)
+        self._free.give(starts, ends)
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def locate(self, partition: int, name: str, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Byte offsets and lengths (elements) of cells that were placed."""
-        cells = self._table(partition, column)
+        cells = self._table(partition, name)
         return cells.offsets[index], cells.lengths[index]
 
-    def read(self, partition: int, column: str, index: np.ndarray) -> Ragged:
-        """Cells as views into the arena."""
-        return self.arena.ragged(self.specs[column], *self.locate(partition, column, index))
+    def bytes_by_column(self) -> dict[str, int]:
+        """Bytes of live cells. Looks at all of them."""
+        found: dict[str, int] = {}
+        for cells in self.cells.values():
+            nbytes = int(cells.lengths.sum()) * cells.part.itemsize
+            found[cells.part.column] = found.get(cells.part.column, 0) + nbytes
+        return found
 
-    def release(self, partition: int, column: str, index: np.ndarray) -> None:
+    def read(self, partition: int, name: str, index: np.ndarray) -> Ragged:
+        """Cells as views into the arena."""
+        return self.arena.ragged(self.parts[name], *self.locate(partition, name, index))
+
+    def release(self, partition: int, name: str, index: np.ndarray) -> None:
         """Frees cells; an index without a cell is skipped."""
-        cells = self._table(partition, column)
-        index = index[index < len(cells.offsets)]
+        cells = self.cells.get((partition, name))
+        if cells is None or not len(index):
+            return
+        if int(index.max()) >= len(cells.offsets):
+            index = index[index < len(cells.offsets)]
         offsets, lengths = cells.offsets[index], cells.lengths[index]
         cells.offsets[index] = 0
         cells.lengths[index] = 0
-        self.payload_bytes -= int(lengths.sum()) * cells.spec.itemsize
-        self._drop(offsets, lengths, cells.spec)
+        self.payload_bytes -= int(lengths.sum()) * cells.part.itemsize
+        self._drop(offsets, lengths, cells.part)
 
-    def _table(self, partition: int, column: str) -> Cells:
-        key = (partition, column)
-        if key not in self._cells:
-            if column not in self.specs:
-                raise DockError(f"unknown column {column!r}")
-            self._cells[key] = Cells(self.specs[column])
-        return self._cells[key]
+    def _table(self, partition: int, name: str) -> Cells:
+        key = (partition, name)
+        found = self.cells.get(key)
+        if found is None:
+            if name not in self.parts:
+                raise DockError(f"unknown column {name!r}")
+            found = self.cells[key] = Cells(self.parts[name])
+        return found
 
     @staticmethod
-    def _span(offsets: np.ndarray, lengths: np.ndarray, spec: ColumnSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        some = lengths > 0
-        begin = offsets[some]
-        end = begin + lengths[some] * spec.itemsize
-        return begin // GRANULE, (end - 1) // GRANULE, some
+    def _span(offsets: np.ndarray, lengths: np.ndarray, part: Part) -> tuple[np.ndarray, np.ndarray]:
+        """First and last granule of each cell that has bytes."""
+        if not lengths.all():
+            some = lengths > 0
+            offsets, lengths = offsets[some], lengths[some]
+        return offsets // GRANULE, (offsets + (lengths * part.itemsize - 1)) // GRANULE
 
-    def _drop(self, offsets: np.ndarray, lengths: np.ndarray, spec: ColumnSpec) -> None:
-        first, last, some = self._span(offsets, lengths, spec)
-        if not some.any():
+    def _drop(self, offsets: np.ndarray, lengths: np.ndarray, part: Part) -> None:
+        first, last = self._span(offsets, lengths, part)
+        if not len(first):
             return
         np.subtract.at(self._edges, first, 1)
         np.subtract.at(self._edges, last[last > first], 1)
-        edges = np.unique(np.concatenate((first, last)))
-        dead = edges[self._edges[edges] == 0]
+        edges = np.concatenate((first, last))
+        edges = edges[self._edges[edges] == 0]
+        dead = np.unique(edges)
         inner = last > first + 1
         self._free.give(np.concatenate((dead, first[inner] + 1)), np.concatenate((dead + 1, last[inner])))
+
+
+def cell_offsets(pieces: Sequence[Piece], parts: Sequence[Part], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Byte offset of each cell of each part, int64 [n] each."""
+    out = [np.cumsum(n) for n in lengths]
+    for i, (part, n) in enumerate(zip(parts, lengths)):
+        out[i] -= n
+        out[i] *= part.itemsize
+    for i, first, last, offset in pieces:
+        if last > first:
+            out[i][first:last] += offset - out[i][first]
+    return out

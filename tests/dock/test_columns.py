@@ -6,8 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from mindspeed_asyncflow.dock import kinds
 from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, ColumnSpec, Ragged, Schema, TaskSpec, grpo_tasks
 from mindspeed_asyncflow.errors import DockError
+
+
+def packed(columns, name, values):
+    schema = Schema(columns, [])
+    return kinds.pack(schema.column(name), schema.parts[name], values)
+
 
 ROWS = st.lists(arrays(np.int32, st.integers(0, 9)), max_size=8)
 
@@ -43,24 +50,23 @@ def test_text_survives_as_utf8_bytes():
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("reward", np.ones(2), "float32 per row, got float64"),
+        ("reward", np.ones(2), "float32 per row: got float64"),
         ("reward", np.ones((2, 2), np.float32), "shape"),
         ("reward", Ragged.from_rows([[1.0]], "float32"), "variable length"),
-        ("response_ids", [np.ones(2, np.int64)], "dtype int64 was given for a int32"),
-        ("response_ids", Ragged.from_rows([[1]], "int64"), "is int32, got int64"),
+        ("response_ids", [np.ones(2, np.int64)], "rows of int32: got int64"),
+        ("response_ids", Ragged.from_rows([[1]], "int64"), "rows of int32: got int64"),
         ("response_ids", [np.ones((2, 2), np.int32)], "one dimension"),
         ("respone_ids", [], "did you mean 'response_ids'"),
     ],
 )
 def test_values_of_another_kind_or_dtype_are_refused_by_name(column, values, message):
     with pytest.raises(DockError, match=message):
-        Schema(GRPO_COLUMNS, grpo_tasks(True)).coerce(column, values)
+        packed(GRPO_COLUMNS, column, values)
 
 
 def test_plain_lists_and_empty_rows_take_the_declared_dtype():
-    schema = Schema(GRPO_COLUMNS, grpo_tasks(False))
-    assert schema.coerce("reward", [1, 0.5]).values.dtype == np.float32
-    ragged = schema.coerce("response_ids", [[1, 2], np.array([])])
+    assert packed(GRPO_COLUMNS, "reward", [1, 0.5])[0].values.dtype == np.float32
+    ragged = packed(GRPO_COLUMNS, "response_ids", [[1, 2], np.array([])])[0]
     assert ragged.values.dtype == np.int32 and ragged.lengths.tolist() == [2, 0]
 
 

@@ -5,11 +5,13 @@ import os
 import numpy as np
 import pytest
 
-from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, Schema, grpo_tasks
-from mindspeed_asyncflow.dock.node import INLINE, DockNode
-from mindspeed_asyncflow.dock.warehouse import GRANULE, Arena
+from mindspeed_asyncflow.dock.arena import GRANULE, Arena
+from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, ColumnSpec, Schema, grpo_tasks
+from mindspeed_asyncflow.dock.node import DockNode
 from mindspeed_asyncflow.dock.wire import Message, Verb
 from mindspeed_asyncflow.errors import DeadlineExceeded, DockError, StaleHandle
+
+ONE_BYTE = ColumnSpec("x", "uint8", "ragged").parts[0]
 
 
 @pytest.fixture
@@ -22,16 +24,15 @@ def node(tmp_path):
 def put(group: int, tokens: int = 16, rows: int = 4, timeout_s: float = 5.0) -> Message:
     return Message({
         "partition": "train", "group_ids": np.array([group]), "sizes": np.array([rows]), "counts": np.array([rows]),
-        "members": np.arange(rows, dtype=np.int32), "columns": ["prompt_ids"], "offset": INLINE, "timeout_s": timeout_s,
-        "lengths.prompt_ids": np.array([tokens]), "values.prompt_ids": np.full(tokens, group, np.int32),
+        "members": np.arange(rows, dtype=np.int32), "columns": ["prompt_ids"], "reservation": 0,
+        "timeout_s": timeout_s, "lengths": np.array([tokens]), "data": np.full(tokens, group, np.int32).view(np.uint8),
     })  # fmt: skip
 
 
 def write(rows: np.ndarray, tokens: int, timeout_s: float = 5.0) -> Message:
     return Message({
-        "rows": rows, "columns": ["response_ids"], "offset": INLINE, "timeout_s": timeout_s, "done": False,
-        "lengths.response_ids": np.full(len(rows), tokens),
-        "values.response_ids": np.zeros(len(rows) * tokens, np.int32),
+        "rows": rows, "columns": ["response_ids"], "reservation": 0, "timeout_s": timeout_s, "done": False,
+        "lengths": np.full(len(rows), tokens), "data": np.zeros(len(rows) * tokens * 4, np.uint8),
     })  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def test_thousands_of_batches_recycle_one_arena_and_leave_it_whole(node):
     node.handle(Verb.FREE, Message(rows=alive), None, 0, 0.0)
     house = node.warehouse
     assert house.used_bytes == house.payload_bytes == 0
-    assert house.reserve(house.capacity_bytes) == GRANULE
+    assert house.reserve([ONE_BYTE], [np.array([house.capacity_bytes])]) == [(0, 0, 1, GRANULE)]
     assert not [name for name in set(os.listdir("/dev/shm")) - before if f"-{os.getpid()}-" in name]
     assert node.controller.partitions["train"].rows.capacity < 1000, "slots are recycled too"
 
@@ -81,10 +82,11 @@ def test_a_wait_for_bytes_ends_with_what_is_in_use(node):
 def test_a_reservation_serves_only_the_connection_and_size_that_it_was_made_for(node):
     rows = node.handle(Verb.PUT, put(1), None, "a", 0.0)["rows"]
     used = node.warehouse.used_bytes
-    for owner, tokens in (("other", 16), ("mine", 17)):
-        offset = node.handle(Verb.RESERVE, Message(nbytes=256, put=False, timeout_s=0.0), "mine", "b", 0.0)["offset"]
-        with pytest.raises(DockError, match="not reserved"):
-            node.handle(Verb.WRITE, Message(write(rows, tokens) | {"offset": offset}), owner, "c", 0.0)
+    for owner, handles in (("other", rows), ("mine", rows[:3])):
+        reserve = Message(write(rows, 16) | {"put": False, "rows": 4, "groups": 4, "timeout_s": 0.0})
+        number = node.handle(Verb.RESERVE, reserve, "mine", "b", 0.0)["reservation"]
+        with pytest.raises(DockError, match=r"not reserved|reserved for 4 rows"):
+            node.handle(Verb.WRITE, Message(write(handles, 16) | {"reservation": number}), owner, "c", 0.0)
         node.connection_lost("mine", 0.0)
         assert node.warehouse.used_bytes == used
 

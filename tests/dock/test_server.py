@@ -1,7 +1,6 @@
 """The served dock: who may come in, what bad frames do, one arena, and nothing left behind."""
 
 import contextlib
-import json
 import multiprocessing
 import os
 import random
@@ -22,6 +21,11 @@ from mindspeed_asyncflow.errors import PlatformError, WorkerLost
 from mindspeed_asyncflow.records import PromptRow
 
 SECRET = "a secret of this test"
+CLAIM = {
+    "task": "rollout", "partition": "train", "count": 1, "worker": "w", "unit": "rows", "policy": "fifo",
+    "group_ids": None, "min_version": None, "timeout_s": 60.0, "at_least": 1, "columns": [], "copy": False,
+    "max_age_s": None, "seed": 0, "team": "", "rank": 0, "ranks": 1, "split": "same",
+}  # fmt: skip
 
 
 def raw_socket(server: DockServer, known: bool = True) -> socket.socket:
@@ -88,14 +92,11 @@ def test_malformed_frames_close_their_connection_and_touch_nobody(server, connec
     client = connect()
     rows = np.concatenate(client.put_groups("other", prompts(4)))
     before = client.stats()["partitions"]["other"]
-    claim = {
-        "task": "rollout", "partition": "fuzz", "count": 1, "worker": "w", "unit": "rows", "policy": "fifo",
-        "group_ids": None, "min_version": None, "timeout_s": 0.001, "at_least": 1,
-    }  # fmt: skip
+    claim = CLAIM | {"partition": "fuzz", "timeout_s": 0.001}
     put = {
         "partition": "fuzz", "group_ids": np.arange(2), "sizes": np.full(2, 2), "counts": np.full(2, 2),
-        "members": np.arange(4, dtype=np.int32), "columns": ["prompt_ids"], "timeout_s": 0.001, "offset": -1,
-        "lengths.prompt_ids": np.full(2, 3), "values.prompt_ids": np.zeros(6, np.int32),
+        "members": np.arange(4, dtype=np.int32), "columns": ["prompt_ids"], "timeout_s": 0.001, "reservation": 0,
+        "lengths": np.full(2, 3), "data": np.zeros(24, np.uint8),
     }  # fmt: skip
     frames = [
         b"".join(wire.encode(verb, 0, 5, 7, message))
@@ -103,7 +104,7 @@ def test_malformed_frames_close_their_connection_and_touch_nobody(server, connec
             (wire.Verb.CLAIM, claim), (wire.Verb.PUT, put), (wire.Verb.STATS, {}), (wire.Verb.SEAL, {"partition": "f"}),
             (wire.Verb.READ, {"rows": np.arange(4), "columns": ["truth"], "copy": False}),
             (wire.Verb.DROP, {"group_ids": np.arange(3), "partition": "fuzz", "reason": "x"}),
-            (wire.Verb.RESERVE, {"nbytes": 100, "put": True, "timeout_s": 0.0}),
+            (wire.Verb.RESERVE, put | {"put": True, "rows": 4, "groups": 2}),
             (wire.Verb.DONE, {"claim_id": 1, "task": "train", "rows": np.arange(4)}),
         ]
     ]  # fmt: skip
@@ -122,16 +123,12 @@ def test_malformed_frames_close_their_connection_and_touch_nobody(server, connec
 
 def test_connections_that_vanish_at_once_or_with_several_parked_calls_leave_the_server_up(server, connect, prompts):
     client = connect()
-    message = {
-        "task": "rollout", "partition": "train", "count": 1, "worker": "w", "unit": "rows", "policy": "fifo",
-        "group_ids": None, "min_version": None, "timeout_s": 60.0, "at_least": 1,
-    }  # fmt: skip
     reset = struct.pack("ii", 1, 0)  # close with RST
     host, port = server.address.rsplit(":", 1)
     for i in range(100):
         sock = raw_socket(server) if i % 2 else socket.create_connection((host, int(port)))
         if i % 2:
-            sock.sendall(b"".join(b"".join(wire.encode(wire.Verb.CLAIM, 0, 3, 5 * i + k, message)) for k in range(5)))
+            sock.sendall(b"".join(b"".join(wire.encode(wire.Verb.CLAIM, 0, 3, 5 * i + k, CLAIM)) for k in range(5)))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
         sock.close()
         if i % 10 == 9:
@@ -143,26 +140,25 @@ def test_connections_that_vanish_at_once_or_with_several_parked_calls_leave_the_
 def test_well_formed_frames_with_hostile_values_are_answered(server, connect, prompts):
     client = connect()
     client.put_groups("train", prompts(1))
-    base = {
-        "task": "rollout", "partition": "train", "count": 1, "worker": "w", "unit": "rows", "policy": "fifo",
-        "group_ids": None, "min_version": None, "timeout_s": 0.0, "at_least": 1,
-    }  # fmt: skip
+    base = CLAIM | {"timeout_s": 0.0}
     hostile = [
         (wire.Verb.CLAIM, base | {"timeout_s": 1e300, "partition": "none"}),
         (wire.Verb.CLAIM, base | {"timeout_s": float("nan")}),
-        (wire.Verb.CLAIM, base | {"count": 10**30, "at_least": 10**29}),
-        (wire.Verb.CLAIM, base | {"min_version": -(10**30)}),
+        (wire.Verb.CLAIM, base | {"count": (1 << 64) - 1, "at_least": 1 << 62}),
+        (wire.Verb.CLAIM, base | {"min_version": -(1 << 63)}),
         (wire.Verb.CLAIM, base | {"group_ids": np.zeros(0, np.int64), "unit": "groups"}),
         (wire.Verb.DROP, {"group_ids": np.zeros(0, np.int64), "partition": "train", "reason": "x"}),
-        (wire.Verb.RESERVE, {"nbytes": 10**30, "put": False, "timeout_s": 0.0}),
-        (wire.Verb.WRITE, {"rows": np.arange(3), "claim_id": 10**30, "columns": [], "offset": -1, "timeout_s": 0.0}),
-        (wire.Verb.PUT, {"partition": "\ud800", "group_ids": np.array([1]), "sizes": np.array([1 << 62]),
+        (wire.Verb.RESERVE, {"columns": ["finish"], "lengths": np.zeros(0, np.int64), "rows": 1 << 62, "groups": 0,
+                             "put": False, "timeout_s": 0.0}),
+        (wire.Verb.WRITE, {"rows": np.arange(3), "claim_id": 1 << 63, "columns": [], "reservation": 0,
+                           "timeout_s": 0.0}),
+        (wire.Verb.PUT, {"partition": "fuzz", "group_ids": np.array([1]), "sizes": np.array([1 << 62]),
                          "counts": np.array([1]), "members": np.zeros(1, np.int32)}),
     ]  # fmt: skip
     for verb, message in hostile:
         with raw_socket(server) as sock:
             sock.settimeout(0.3)
-            sock.sendall(b"".join(wire.encode(verb, 0, 9, hash(json.dumps(str(message))) & 0xFFFF, message)))
+            sock.sendall(b"".join(wire.encode(verb, 0, 9, hash(str(message)) & 0xFFFF, message)))
             with contextlib.suppress(TimeoutError):
                 sock.recv(1)
     assert server.failure is None and client.stats()["partitions"]["train"]["rows"] == 4
@@ -192,7 +188,8 @@ def test_one_segment_serves_all_batches_and_is_gone_after_close(prompts):
 def test_bytes_reserved_by_a_lost_connection_are_free_again(server, connect):
     client = connect()
     with raw_socket(server) as sock:
-        message = {"nbytes": 1 << 20, "put": False, "timeout_s": 0.0}
+        message = {"columns": ["response_ids"], "lengths": np.array([1 << 18]), "rows": 1, "groups": 1, "put": False,
+                   "timeout_s": 0.0}  # fmt: skip
         sock.sendall(b"".join(wire.encode(wire.Verb.RESERVE, 0, 3, 1, message)))
         sock.recv(wire.HEADER.size, socket.MSG_WAITALL)
         assert client.stats()["used_bytes"] == 1 << 20
@@ -202,11 +199,7 @@ def test_bytes_reserved_by_a_lost_connection_are_free_again(server, connect):
 def test_a_waiter_whose_connection_is_lost_takes_no_rows(server, connect, prompts):
     client = connect()
     with raw_socket(server) as sock:
-        message = {
-            "task": "rollout", "partition": "train", "count": 9, "worker": "w", "unit": "rows", "policy": "fifo",
-            "group_ids": None, "min_version": None, "timeout_s": 60.0, "at_least": 1,
-        }  # fmt: skip
-        sock.sendall(b"".join(wire.encode(wire.Verb.CLAIM, 0, 3, 1, message)))
+        sock.sendall(b"".join(wire.encode(wire.Verb.CLAIM, 0, 3, 1, CLAIM | {"count": 9})))
         wait_until(lambda: client.stats()["waiting"])
     wait_until(lambda: not client.stats()["waiting"])
     client.put_groups("train", prompts(1))

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_asyncflow.dock.arena import GRANULE, Arena
 from mindspeed_asyncflow.dock.columns import ColumnSpec
-from mindspeed_asyncflow.dock.warehouse import GRANULE, Arena, FreeList, Warehouse, layout
+from mindspeed_asyncflow.dock.freelist import FreeList
+from mindspeed_asyncflow.dock.warehouse import Warehouse, cell_offsets
 from mindspeed_asyncflow.errors import PlatformError
 
 COLUMNS = [ColumnSpec("ids", "int32", "ragged"), ColumnSpec("text", "uint8", "ragged"), ColumnSpec("score", "float64")]
@@ -22,20 +24,30 @@ def arena(tmp_path_factory):
     made.unlink()
 
 
+def one_run(house: Warehouse, nbytes: int) -> int | None:
+    """Where a single cell of so many bytes would go."""
+    pieces = house.reserve([house.parts["text"]], [np.array([nbytes])])
+    return None if pieces is None else pieces[0][-1]
+
+
 def store(house: Warehouse, index: np.ndarray, lengths: dict[str, np.ndarray], keep: np.ndarray, rng) -> dict | None:
     """Writes random cells; returns {(column, index): values} of the kept ones, None when there is no room."""
-    begins, total = layout(lengths, house.specs)
-    offset = house.reserve(total)
-    if offset is None:
+    parts, sizes = [house.parts[name] for name in lengths], list(lengths.values())
+    pieces = house.reserve(parts, sizes)
+    if pieces is None:
         return None
-    assert offset % GRANULE == 0
-    cells = {}
-    for name, column in lengths.items():
-        values = rng.integers(0, 255, int(column.sum())).astype(house.specs[name].dtype)
-        house.arena.store(offset + begins[name], values)
-        house.place(0, name, index, offset + begins[name], column, keep)
-        parts = np.split(values, np.cumsum(column)[:-1])
-        cells |= {(name, int(i)): v for i, v, k in zip(index, parts, keep) if k}
+    assert all(offset % GRANULE == 0 for *_, offset in pieces)
+    cells, where = {}, cell_offsets(pieces, parts, sizes)
+    for i, (name, column) in enumerate(lengths.items()):  # may be in several pieces, when no free run is long enough
+        values = rng.integers(0, 255, int(column.sum())).astype(house.parts[name].dtype)
+        ends = np.cumsum(column)
+        for j, first, last, offset in pieces:
+            if j == i and last > first:
+                begin = int(ends[first] - column[first])
+                house.arena.room(offset, parts[i], int(ends[last - 1]) - begin)[:] = values[begin : ends[last - 1]]
+        house.place(0, name, index, where[i], column, keep)
+        rows = np.split(values, ends[:-1])
+        cells |= {(name, int(i)): v for i, v, k in zip(index, rows, keep) if k}
     return cells
 
 
@@ -71,7 +83,7 @@ def test_random_writes_and_releases_keep_every_live_cell_and_give_all_bytes_back
     for column in COLUMNS:
         house.release(0, column.name, np.array(sorted({i for _, i in live}), np.int64))
     assert house.used_bytes == house.payload_bytes == 0
-    assert house.reserve(house.capacity_bytes) == GRANULE, "the free space is one run again"
+    assert one_run(house, house.capacity_bytes) == GRANULE, "the free space is one run again"
 
 
 def test_rows_carry_no_padding_in_the_arena(arena):
@@ -86,9 +98,9 @@ def test_rows_carry_no_padding_in_the_arena(arena):
 
 def test_an_unplaced_extent_can_be_given_back_and_a_too_long_one_is_not_found(arena):
     house = Warehouse(COLUMNS, arena)
-    assert house.reserve(house.capacity_bytes + 1) is None
-    offset = house.reserve(1000)
-    house.cancel(offset, 1000)
+    assert one_run(house, house.capacity_bytes + 1) is None
+    part, lengths = house.parts["text"], np.array([1000])
+    house.cancel(house.reserve([part], [lengths]), [part], [lengths])
     assert house.used_bytes == 0
 
 
@@ -106,10 +118,10 @@ def test_free_runs_join_and_serve_the_first_that_fits():
 def test_another_process_view_needs_the_token(arena):
     other = Arena.attach(arena.path, arena.token)
     assert other is not None
-    arena.store(GRANULE, np.array([1.5, 2.5]))
-    assert other.view("float64")[GRANULE // 8 : GRANULE // 8 + 2].tolist() == [1.5, 2.5]
+    arena.bytes[GRANULE : GRANULE + 16] = np.array([1.5, 2.5]).view(np.uint8)
+    assert other.view(np.dtype("float64"))[GRANULE // 8 : GRANULE // 8 + 2].tolist() == [1.5, 2.5]
     with pytest.raises(ValueError, match="read-only"):
-        other.view("float64")[8] = 0
+        other.view(np.dtype("float64"))[8] = 0
     assert Arena.attach(arena.path, b"another token") is None
     assert Arena.attach(arena.path + "x", arena.token) is None
 

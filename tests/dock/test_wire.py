@@ -1,10 +1,10 @@
 """Frames: what is sent is what arrives, and nothing else is believed."""
 
 import contextlib
-import json
 import random
 import struct
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,11 +12,20 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from mindspeed_asyncflow.dock import wire
-from mindspeed_asyncflow.dock.columns import DTYPES
+from mindspeed_asyncflow.dock.columns import DTYPES, NUMPY
 from mindspeed_asyncflow.dock.wire import HEADER, WireError
 
-PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=8)
-ARRAYS = st.sampled_from(DTYPES).flatmap(lambda d: arrays(d, st.tuples(st.integers(0, 5), st.integers(0, 3))))
+PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=8)
+ARRAYS = st.sampled_from(DTYPES).flatmap(
+    lambda d: arrays(np.uint8, st.tuples(st.integers(0, 5), st.just(NUMPY[d].itemsize * 3))).map(
+        lambda raw: as_dtype(raw, d)
+    )
+)
+
+
+def as_dtype(raw, name: str):
+    """Random bytes as [n, 3] of a dtype; a bool is 0 or 1."""
+    return (raw & 1).view(bool) if name == "bool" else raw.view(NUMPY[name])
 
 
 def decode(frame: bytes, most_bytes: int = 1 << 20) -> wire.Message:
@@ -44,14 +53,16 @@ def test_the_header_keeps_identity_and_verb():
 
 
 def test_sizes_are_checked_before_anything_is_read():
-    raw = HEADER.pack(wire.MAGIC, wire.VERSION, 1, 0, 10, 0, 0, 1 << 50)
+    raw = HEADER.pack(wire.MAGIC, wire.VERSION, 1, 0, 10, 0, 0, 1 << 50, 0)
     with pytest.raises(WireError, match="at most 1000"):
         wire.decode_header(raw, 1000)
+    with pytest.raises(WireError, match="and 5 of bulk"):
+        wire.decode_header(HEADER.pack(wire.MAGIC, wire.VERSION, 1, 0, 10, 0, 0, 10, 5), 1000, 4)
     for wrong in (b"XXXX" + raw[4:], raw[:4] + struct.pack("<H", 99) + raw[6:]):
         with pytest.raises(WireError, match="expected"):
             wire.decode_header(wrong, 1 << 60)
-    with pytest.raises(WireError, match="JSON"):
-        wire.decode_header(HEADER.pack(wire.MAGIC, wire.VERSION, 1, 0, 101, 0, 0, 100), 1000)
+    with pytest.raises(WireError, match="101 of plain"):
+        wire.decode_header(HEADER.pack(wire.MAGIC, wire.VERSION, 1, 0, 101, 0, 0, 100, 0), 1000)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +83,36 @@ def test_sizes_are_checked_before_anything_is_read():
     ],
 )
 def test_impossible_array_descriptions_are_refused(table):
-    text = json.dumps([{}, table]).encode()
-    text += b" " * (-len(text) % 8)
-    header = wire.Header(1, 0, len(text), 0, 0, len(text) + 8)
+    text = msgspec.msgpack.encode([{}, table])
+    size = len(text) + -len(text) % 8 + 8
+    header = wire.Header(1, 0, len(text), 0, 0, size)
     with pytest.raises(WireError):
-        wire.decode_body(header, memoryview(text + bytes(8)))
+        wire.decode_body(header, memoryview(text + bytes(size - len(text))))
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        msgspec.msgpack.encode({"a": msgspec.msgpack.Ext(5, b"code")}),
+        b"\x81\xa1a" + b"\x91" * 100_000 + b"\x90",
+        b"\x81\xa1\xff\x00",
+        b"\x81\x05\x00",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+    ],
+    ids=["extension", "deep", "no utf-8", "key", "huge map", "huge text"],
+)
+def test_descriptions_with_extensions_depth_or_false_sizes_are_refused(plain):
+    text = b"\x92" + plain + b"\x90"
+    padded = text + bytes(-len(text) % 8)
+    with pytest.raises(WireError):
+        wire.decode_body(wire.Header(1, 0, len(text), 0, 0, len(padded)), memoryview(padded))
+
+
+def test_what_no_frame_can_carry_is_refused_where_it_is_made():
+    for wrong in ("\ud800", 10**30, object()):
+        with pytest.raises(WireError, match="no frame can"):
+            wire.encode(1, 0, 1, 1, {"x": wrong})
 
 
 def test_random_bytes_are_refused_and_never_crash():

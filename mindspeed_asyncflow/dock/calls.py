@@ -1,0 +1,220 @@
+"""Calls to one pair: connections, repetition after a broken one, and how values get there and back."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mindspeed_asyncflow.dock import kinds
+from mindspeed_asyncflow.dock.arena import Arena
+from mindspeed_asyncflow.dock.channel import Broken, Channel
+from mindspeed_asyncflow.dock.columns import ColumnSpec, Part, Schema, TaskSpec
+from mindspeed_asyncflow.dock.kinds import Packing
+from mindspeed_asyncflow.dock.pool import BufferPool
+from mindspeed_asyncflow.dock.ragged import Ragged, copy_runs, runs
+from mindspeed_asyncflow.dock.warehouse import check_fits
+from mindspeed_asyncflow.dock.wire import Message, Verb
+from mindspeed_asyncflow.errors import DockError, WorkerLost
+
+INLINE_BYTES = 1 << 14  # smaller values travel in their frame: one message instead of two
+_RETRY_S = 0.02  # between two attempts to reach a pair that may be starting again
+
+
+class Calls:
+    """See `PairClient`."""
+
+    def __init__(
+        self, address: str, secret: str | bytes = b"", wait_s: float = 30.0, map_arena: bool = True,
+        restart_s: float = 2.0,
+    ) -> None:  # fmt: skip
+        self.address = address
+        self.wait_s, self.restart_s = wait_s, restart_s
+        self._secret = secret.encode() if isinstance(secret, str) else secret
+        self._client = secrets.randbits(63)
+        self._requests = itertools.count(1)
+        self._idle: list[Channel] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self._pool = BufferPool()
+        self._token = b""  # of the pair's arena: another one means another pair, which has none of our rows
+        channel = self._connect()
+        hello = channel.hello
+        self._idle.append(channel)
+        self.schema = Schema(
+            [ColumnSpec(n, d, k, s, t, tuple(shape)) for n, d, k, s, t, shape in hello["columns"]],
+            [TaskSpec(n, tuple(c)) for n, c in hello["tasks"]],
+        )
+        self.pair = hello.whole("pair")
+        self.arena_bytes = self.free_bytes = hello.whole("arena_bytes")
+        self.live_rows = 0
+        self._arena = Arena.attach(hello.text("arena_path"), self._token) if map_arena else None
+
+    @property
+    def mapped(self) -> bool:
+        """Whether reads are views into shared memory."""
+        return self._arena is not None
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def patience(self, timeout_s: float | None) -> float:
+        return self.wait_s if timeout_s is None else timeout_s
+
+    # -- values ----------------------------------------------------------------------------------------------------
+
+    def pack(self, values: Mapping[str, Any]) -> dict[str, list[Packing]]:
+        """The values of a call by column, checked against the schema."""
+        schema = self.schema
+        return {name: kinds.pack(schema.column(name), schema.parts[name], column) for name, column in values.items()}
+
+    def send_values(
+        self, verb: Verb, message: dict[str, Any], packed: Mapping[str, list[Packing]], rows: tuple[int, int],
+        timeout_s: float | None,
+    ) -> Message:  # fmt: skip
+        """A put or write of `rows` (rows, groups).
+
+        Few values travel in the frame; others are copied into the mapped arena before it, or follow it as bulk.
+        """
+        columns = [column for parts in packed.values() for column in parts]
+        lengths = [column.lengths for column in columns if not column.part.fixed]
+        for column in columns:
+            expected = rows[1] if column.part.shared else rows[0]
+            if len(column.lengths) != expected:
+                raise DockError(
+                    f"column {column.part.column!r} came with {len(column.lengths)} rows, expected {expected}"
+                )
+        sizes = [column.nbytes for column in columns]
+        total = sum(sizes)
+        check_fits(total, self.arena_bytes)
+        what = {
+            "columns": list(packed), "timeout_s": self.patience(timeout_s),
+            "lengths": np.concatenate(lengths) if lengths else np.empty(0, np.int64),
+        }  # fmt: skip
+        if total <= INLINE_BYTES:
+            data = b"".join([column.values.tobytes() for column in columns])
+            return self.call(verb, message | what | {"reservation": 0, "data": np.frombuffer(data, np.uint8)})
+        reserve = what | {"put": verb is Verb.PUT, "rows": rows[0], "groups": rows[1]}
+        request = next(self._requests)
+        short = message | {"timeout_s": what["timeout_s"]}
+        arena = self._arena
+
+        def place_and_send(channel: Channel) -> Message:
+            reply = channel.call(Verb.RESERVE, next(self._requests), reserve)
+            pieces = reply.ints("pieces").reshape(-1, 4).tolist()
+            bulk = []
+            for i, first, last, offset in pieces:
+                part, items = columns[i].part, int(columns[i].counts[first:last].sum())
+                if arena is not None:
+                    columns[i].copy_into(arena.room(offset, part, items), first, last)
+                else:
+                    bulk += columns[i].buffers(first, last)
+            return channel.call(verb, request, short | {"reservation": reply.whole("reservation")}, bulk)
+
+        return self._attempt(verb, place_and_send)
+
+    def take_values(self, reply: Message, columns: Sequence[str], copy: bool = False) -> dict[str, Any] | None:
+        """The columns that an answer locates in the arena or brings along; None when it does neither."""
+        cells, lengths = reply.get("cells"), reply.get("lengths")
+        if cells is None and lengths is None:
+            return None
+        bulk = reply.get("bulk")
+        out: dict[str, Any] = {}
+        at = i = 0
+        for name in columns:
+            found = []
+            for part in self.schema.parts[name]:
+                if cells is not None:
+                    assert self._arena is not None
+                    ragged = self._arena.ragged(part, cells[2 * i], cells[2 * i + 1])
+                    found.append(self._copied(ragged) if copy else ragged)
+                else:
+                    assert lengths is not None
+                    ragged, at = _received(part, lengths[i], bulk, at)
+                    found.append(ragged)
+                i += 1
+            out[name] = kinds.unpack(self.schema.columns[name], found)
+        return out
+
+    def _copied(self, cells: Ragged) -> Ragged:
+        """Values of the caller's own, in a recycled buffer."""
+        counts = cells.counts
+        out = self._pool.take(int(counts.sum()) * cells.values.itemsize).view(cells.values.dtype)
+        copy_runs(cells.values, *runs(cells.starts, counts), out)
+        return Ragged(out, np.cumsum(counts) - counts, cells.lengths, cells.inner)
+
+    # -- connections -----------------------------------------------------------------------------------------------
+
+    def call(self, verb: Verb, message: Mapping[str, Any]) -> Message:
+        request = next(self._requests)
+        return self._attempt(verb, lambda channel: channel.call(verb, request, message))
+
+    def _attempt(self, verb: Verb, action: Callable[[Channel], Message]) -> Message:
+        """Carries out a call, again under the same identity when its connection breaks, until `restart_s` is over."""
+        give_up = 0.0
+        while True:
+            try:
+                channel = self._channel(fresh=give_up > 0)
+                try:
+                    return action(channel)
+                finally:
+                    self._keep(channel)
+            except Broken as broken:
+                now = time.monotonic()
+                give_up = give_up or now + self.restart_s
+                if now >= give_up:
+                    raise WorkerLost(
+                        f"dock pair {self.pair} at {self.address} went away during {verb.name} and did not come back "
+                        f"within {self.restart_s:g} s: {broken}"
+                    ) from broken
+                time.sleep(_RETRY_S)
+
+    def _keep(self, channel: Channel) -> None:
+        with self._lock:
+            if channel.usable and not self._closed:
+                self._idle.append(channel)
+                return
+        channel.close()
+
+    def _channel(self, fresh: bool) -> Channel:
+        with self._lock:
+            if self._closed:
+                raise DockError("this dock client is closed")
+            if self._idle and not fresh:
+                return self._idle.pop()
+        return self._open()
+
+    def _connect(self) -> Channel:
+        try:
+            return self._open()
+        except Broken as broken:
+            raise WorkerLost(f"no dock server at {self.address}, or the secret is wrong: {broken}") from broken
+
+    def _open(self) -> Channel:
+        channel = Channel(self.address, self._secret, self._client, self.wait_s, self._pool)
+        token = channel.hello.array("arena_token", "uint8").tobytes()
+        if self._token and token != self._token:
+            channel.close()
+            raise WorkerLost(f"dock pair {self.pair} at {self.address} was replaced by another one; its rows are gone")
+        self._token = token
+        return channel
+
+
+def _received(part: Part, lengths: np.ndarray, bulk: np.ndarray | None, at: int) -> tuple[Ragged, int]:
+    """The cells of a part that begin at byte `at` of the bulk, and where the next part begins."""
+    counts = lengths * (part.itemsize // part.dtype.itemsize)
+    nbytes = int(counts.sum()) * part.dtype.itemsize
+    values = np.empty(0, part.dtype) if not nbytes or bulk is None else bulk[at : at + nbytes].view(part.dtype)
+    return Ragged(values, np.cumsum(counts) - counts, lengths, part.inner), at + nbytes + -nbytes % 8

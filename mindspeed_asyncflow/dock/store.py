@@ -1,0 +1,232 @@
+"""Values on their way into and out of the warehouse: reservations, puts and writes in place, cells located for readers.
+
+A call's values are the cells of its parts, one part after the other. They reach their place in one of three ways: the
+client maps the arena and copied them there, they follow the frame as bulk and are received there, or, when they are
+few, they lie in the frame itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindspeed_asyncflow.dock.columns import Part, Schema
+from mindspeed_asyncflow.dock.partition import Partition
+from mindspeed_asyncflow.dock.ragged import copy_runs, runs
+from mindspeed_asyncflow.dock.warehouse import Piece, Warehouse, cell_offsets, check_fits, layout_bytes
+from mindspeed_asyncflow.dock.wire import Message, WireError
+from mindspeed_asyncflow.errors import DockError, DockFull
+
+PUT_SHARE = 0.75  # of the arena: what puts may fill; the rest is for results
+_ALIGN = 8  # bytes: where each part begins in the values of an answer
+_SMALL_RUN = 1024  # bytes: shorter stretches are gathered before they are sent
+_MOST_GATHERED = 8 << 20  # bytes
+
+
+class NoRoom(Exception):
+    """Internal: the call must wait until rows are freed. Raised before anything was changed."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+
+@dataclass(slots=True)
+class Values:
+    """The cells of one put or write, in place."""
+
+    columns: list[str]
+    parts: list[Part]
+    lengths: list[np.ndarray]  # elements, int64 [rows] per part
+    pieces: list[Piece]
+    offsets: list[np.ndarray]  # bytes, int64 [rows] per part
+
+
+@dataclass(slots=True)
+class _Reservation:
+    owner: object  # connection
+    columns: list[str]
+    parts: list[Part]
+    lengths: list[np.ndarray]
+    pieces: list[Piece]
+    put: bool
+    total: int
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """Cells for a reader elsewhere: stretches of the arena, and small ones gathered; see `Store.stream`."""
+
+    chunks: list[bytes | tuple[list[int], list[int]]]  # bytes, or begins and ends in the arena
+    nbytes: int
+
+
+class Store:
+    def __init__(self, schema: Schema, warehouse: Warehouse, max_rows: int) -> None:
+        self.schema, self.warehouse, self.max_rows = schema, warehouse, max_rows
+        self._reserved: dict[int, _Reservation] = {}
+        self._numbers = itertools.count(1)
+
+    # -- room ------------------------------------------------------------------------------------------------------
+
+    def check_rows(self, more: int, live: int) -> None:
+        """Raises DockFull when so many rows can never be held, NoRoom when not now."""
+        if self.max_rows and more > self.max_rows:
+            raise DockFull(f"{more} rows at once can never be held: a pair takes {self.max_rows}; raise dock.max_rows")
+        if self.max_rows and live + more > self.max_rows:
+            raise NoRoom(f"room for {more} rows (dock.max_rows is {self.max_rows})")
+
+    def reserve(self, message: Message, owner: object, columns: list[str], rows: int, shared_rows: int) -> dict:
+        parts, lengths = self._lengths(message, columns, rows, shared_rows)
+        put = message.flag("put")
+        pieces = self._room(parts, lengths, put)
+        number = next(self._numbers)
+        total = sum(int(n.sum()) * p.itemsize for p, n in zip(parts, lengths))
+        self._reserved[number] = _Reservation(owner, columns, parts, lengths, pieces, put, total)
+        return {"reservation": number, "pieces": np.array(pieces, np.int64).reshape(-1)}
+
+    def _room(self, parts: Sequence[Part], lengths: Sequence[np.ndarray], put: bool) -> list[Piece]:
+        house = self.warehouse
+        total = layout_bytes(parts, lengths)
+        most = int(house.capacity_bytes * PUT_SHARE) if put else house.capacity_bytes
+        check_fits(total, most)
+        pieces = None if put and house.used_bytes + total > most else house.reserve(parts, lengths)
+        if pieces is None:
+            raise NoRoom(f"{total} free bytes")
+        return pieces
+
+    def cancel(self, number: int) -> None:
+        """Gives back what was reserved and is not going to be used."""
+        kept = self._reserved.pop(number, None)
+        if kept is not None:
+            self.warehouse.cancel(kept.pieces, kept.parts, kept.lengths)
+
+    def cancel_of(self, owner: object, number: object = None) -> bool:
+        """As `cancel`, for one or all (None) reservations of a connection; whether there were any."""
+        mine = [n for n, kept in self._reserved.items() if kept.owner is owner and number in (None, n)]
+        for each in mine:
+            self.cancel(each)
+        return bool(mine)
+
+    def landing(self, owner: object, number: int, nbytes: int) -> list[memoryview]:
+        """Where the bulk of a call goes. Raises WireError when it was not reserved by `owner` in this size."""
+        kept = self._reserved.get(number)
+        if kept is None or kept.owner is not owner or kept.total != nbytes:
+            raise WireError(f"{nbytes} bytes of bulk were announced that were not reserved by their connection")
+        views = []
+        for i, first, last, offset in kept.pieces:
+            size = int(kept.lengths[i][first:last].sum()) * kept.parts[i].itemsize
+            if size:
+                views.append(self.warehouse.arena.memory[offset : offset + size])
+        return views
+
+    # -- in --------------------------------------------------------------------------------------------------------
+
+    def _lengths(
+        self, message: Message, columns: list[str], rows: int, shared_rows: int
+    ) -> tuple[list[Part], list[np.ndarray]]:
+        """Parts and lengths per part of a put or write, checked against the schema and the number of rows."""
+        if len(set(columns)) != len(columns):
+            raise DockError("a call names the same column twice")
+        parts, given, at = self.schema.parts_of(columns), message.ints("lengths"), 0
+        found = []
+        for part in parts:
+            n = shared_rows if part.shared else rows
+            if part.fixed:
+                found.append(np.ones(n, np.int64))
+                continue
+            lengths = given[at : at + n]
+            at += n
+            if len(lengths) != n:
+                raise DockError(f"column {part.name!r} came with {len(lengths)} rows, expected {n}")
+            if len(lengths) and (lengths.min() < 0 or lengths.max() > self.warehouse.capacity_bytes):
+                raise DockError(f"column {part.name!r} has a row of impossible length")
+            found.append(lengths)
+        if at != len(given):
+            raise DockError(f"a call came with {len(given)} lengths, its columns and rows need {at}")
+        return parts, found
+
+    def fill(self, message: Message, owner: object, rows: int, shared_rows: int, put: bool) -> Values:
+        """The values of a put or write, in place. The caller places or cancels them."""
+        number = message.whole("reservation")
+        if number:
+            kept = self._reserved.get(number)
+            if kept is None or kept.owner is not owner or kept.put is not put:
+                raise DockError("the bytes of this call were not reserved by its connection")
+            for part, lengths in zip(kept.parts, kept.lengths):
+                if len(lengths) != (shared_rows if part.shared else rows):
+                    raise DockError(f"column {part.name!r} was reserved for {len(lengths)} rows")
+            del self._reserved[number]
+            return Values(kept.columns, kept.parts, kept.lengths, kept.pieces,
+                          cell_offsets(kept.pieces, kept.parts, kept.lengths))  # fmt: skip
+        columns = message.names("columns")
+        parts, lengths = self._lengths(message, columns, rows, shared_rows)
+        data = message.array("data", "uint8")
+        if len(data) != sum(int(n.sum()) * p.itemsize for p, n in zip(parts, lengths)):
+            raise DockError(f"a call came with {len(data)} bytes of values, its lengths say otherwise")
+        pieces = self._room(parts, lengths, put)
+        at, arena = 0, self.warehouse.arena.bytes
+        for i, first, last, offset in pieces:
+            size = int(lengths[i][first:last].sum()) * parts[i].itemsize
+            arena[offset : offset + size] = data[at : at + size]
+            at += size
+        return Values(columns, parts, lengths, pieces, cell_offsets(pieces, parts, lengths))
+
+    def give_up(self, values: Values) -> None:
+        self.warehouse.cancel(values.pieces, values.parts, values.lengths)
+
+    def tokens(self, values: Values, counts: np.ndarray | None, rows: int, fresh: dict[str, np.ndarray]) -> np.ndarray:
+        """Elements that count as tokens, per row; `fresh`: which rows of a part count, where not all do."""
+        total = np.zeros(rows, np.int64)
+        for part, lengths in zip(values.parts, values.lengths):
+            if part.tokens:
+                lengths = lengths * fresh[part.name] if part.name in fresh else lengths
+                total += np.repeat(lengths, counts) if part.shared and counts is not None else lengths
+        return total
+
+    def equal(self, partition: Partition, values: Values, i: int, index: np.ndarray, which: np.ndarray) -> bool:
+        """Whether the cells `index` hold, to the bit, those of the new values of part i that `which` selects."""
+        part = values.parts[i]
+        old = self.warehouse.read(partition.number, part.name, index)
+        new = self.warehouse.arena.ragged(part, values.offsets[i][which], values.lengths[i][which])
+        same = np.array_equal(old.lengths, new.lengths)
+        return same and old.packed().values.tobytes() == new.packed().values.tobytes()
+
+    # -- out -------------------------------------------------------------------------------------------------------
+
+    def locate(self, part: Partition, slots: np.ndarray, columns: Sequence[str]) -> np.ndarray:
+        """int64 [2 * parts, rows]: byte offset and length in elements of each cell, part by part."""
+        ready = part.rows.ready[slots]
+        groups = None
+        out = []
+        for name in columns:
+            spec = self.schema.column(name)
+            missing = (ready & self.schema.bit[name]) == 0
+            if missing.any():
+                raise DockError(f"column {name!r} of {int(missing.sum())} of {len(slots)} rows is not written yet")
+            if spec.shared and groups is None:
+                groups = part.rows.group[slots]
+            for cell in self.schema.parts[name]:
+                out += self.warehouse.locate(part.number, cell.name, groups if cell.shared else slots)
+        return np.stack(out) if out else np.empty((0, len(slots)), np.int64)
+
+    def stream(self, columns: Sequence[str], cells: np.ndarray) -> Outgoing:
+        """The cells part by part, each part padded to 8 bytes: what follows an answer as its bulk."""
+        chunks: list[bytes | tuple[list[int], list[int]]] = []
+        total = 0
+        for i, part in enumerate(self.schema.parts_of(columns)):
+            begins, ends = runs(cells[2 * i], cells[2 * i + 1] * part.itemsize)
+            nbytes = int((ends - begins).sum())
+            if nbytes < len(begins) * _SMALL_RUN and nbytes <= _MOST_GATHERED:
+                copied = np.empty(nbytes + -nbytes % _ALIGN, np.uint8)
+                copy_runs(self.warehouse.arena.bytes, begins, ends, copied[:nbytes])
+                copied[nbytes:] = 0
+                chunks.append(copied.tobytes())
+            else:
+                chunks.append((begins.tolist(), ends.tolist()))
+                if nbytes % _ALIGN:
+                    chunks.append(bytes(-nbytes % _ALIGN))
+            total += nbytes + -nbytes % _ALIGN
+        return Outgoing(chunks, total)
