@@ -74,7 +74,7 @@ class Channel:
             raise Broken(str(error)) from error
         self.usable = True
         if status:
-            raise _error(reply)
+            raise error_of(reply)
         return reply
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Channel:
             self._patience = seconds
 
     def _send(self, parts: list, bulk: Sequence[np.ndarray]) -> None:
-        parts += [memoryview(array) for array in bulk if len(array)]
+        parts += [array.data for array in bulk if len(array)]
         size = sum(map(len, parts))
         if size <= _SMALL:
             self._socket.sendall(b"".join(parts))
@@ -130,7 +130,7 @@ class Channel:
             if have > header.bulk_bytes:
                 raise Broken("more bytes came than were announced")
             bulk[:have] = np.frombuffer(data, np.uint8, have, len(data) - have)
-            self._into(memoryview(bulk)[have:])
+            self._into(bulk.data[have:])
             reply["bulk"] = bulk
         return reply, header.status
 
@@ -147,6 +147,6 @@ class Channel:
         return bytes(buffer)
 
 
-def _error(reply: Message) -> AsyncFlowError:
+def error_of(reply: Message) -> AsyncFlowError:
     kind = getattr(errors, reply.text("error"), DockError)
     return kind(reply.text("text")) if issubclass(kind, AsyncFlowError) else DockError(reply.text("text"))

@@ -183,7 +183,17 @@ class Connection:
         return bool(self._out)
 
     def send(self, frame: bytes) -> None:
-        self._out.append(frame)
+        """Sends as much as goes at once; the rest waits for `flush`."""
+        if not self._out:
+            try:
+                sent = self.socket.send(frame)
+            except BlockingIOError:
+                sent = 0
+            if sent == len(frame):
+                return
+            self._out.append(memoryview(frame)[sent:])
+        else:
+            self._out.append(frame)
 
     def send_values(self, frame: bytes, answer: Answer, memory: memoryview) -> None:
         assert answer.stream is not None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from mindspeed_asyncflow.dock import report
 from mindspeed_asyncflow.dock.arena import Arena
 from mindspeed_asyncflow.dock.columns import Schema, TaskSpec
 from mindspeed_asyncflow.dock.controller import Controller
+from mindspeed_asyncflow.dock.messages import cells_of, grant_message, read_ask, read_versions
 from mindspeed_asyncflow.dock.partition import ClaimRequest, Grant, Partition
 from mindspeed_asyncflow.dock.store import NoRoom, Outgoing, Store, Values
 from mindspeed_asyncflow.dock.warehouse import Warehouse
@@ -127,7 +127,6 @@ class DockNode:
 
     def pin(self, answer: Answer) -> None:
         """Bytes of these rows are on their way: they stay, whatever happens to the rows, until `unpin`."""
-        answer.slots = np.unique(answer.slots)
         self.controller.pin(answer.part, answer.slots)
 
     def unpin(self, answer: Answer, now: float) -> None:
@@ -202,11 +201,13 @@ class DockNode:
         ids, sizes, counts, members = self._groups(message)
         rows = len(members)
         part = self.controller.check_put(message.text("partition"), ids, sizes, counts)
-        versions = _versions(message, rows)
+        versions = read_versions(message, rows)
         self.store.check_rows(rows, self.live_rows)
-        late = part.groups.lookup(ids) >= 0  # their shared columns are there already
+        late = None  # which groups are there already, with their shared columns
+        if not part.groups.by_id.keys().isdisjoint(ids.tolist()):
+            late = part.groups.lookup(ids) >= 0
         values = self.store.fill(message, message["connection"], rows, len(ids), True)
-        if late.any() and not self._same_shared(part, ids, late, values):
+        if late is not None and not self._same_shared(part, ids, late, values):
             self.store.give_up(values)
             raise DockError("members were put into a group whose shared columns have other values")
         ready, none = self.schema.mask(values.columns), np.int64(0)
@@ -214,7 +215,7 @@ class DockNode:
         slots, groups = self.controller.put(
             part, ids, sizes, counts, members, ready if versions is None else none, tokens, now
         )
-        fresh = ~late
+        fresh = None if late is None else ~late
         for cell, lengths, offsets in zip(values.parts, values.lengths, values.offsets):
             if cell.shared:
                 self.warehouse.place(part.number, cell.name, groups, offsets, lengths, fresh)
@@ -225,7 +226,7 @@ class DockNode:
         if self.journal is not None:
             self.journal("put", {
                 "partition": part.name, "ids": ids, "sizes": sizes, "counts": counts, "members": members,
-                "slots": slots, "tokens": tokens, "fresh": fresh, **_cells(values, ready, versions),
+                "slots": slots, "tokens": tokens, "fresh": fresh, **cells_of(values, ready, versions),
             })  # fmt: skip
         return {"rows": part.handles(slots), "free_bytes": self.warehouse.free_bytes, "live_rows": self.live_rows}
 
@@ -260,7 +261,7 @@ class DockNode:
         part, slots = self.controller.resolve(message.ints("rows"))
         if claim_id is not None:
             self.controller.held(claim_id, part, slots, now)
-        versions = _versions(message, len(slots))
+        versions = read_versions(message, len(slots))
         values = self.store.fill(message, message["connection"], len(slots), len(slots), False)
         refusal = "shared columns are written by the put of their group" if any(p.shared for p in values.parts) else ""
         before, fresh = part.rows.ready[slots], {}
@@ -280,7 +281,7 @@ class DockNode:
         if self.journal is not None:
             kept = np.concatenate([fresh[cell.name] for cell in values.parts]) if values.parts else np.empty(0, bool)
             self.journal("write", {"partition": part.name, "slots": slots, "tokens": tokens, "fresh": kept,
-                                   **_cells(values, ready, versions)})  # fmt: skip
+                                   **cells_of(values, ready, versions)})  # fmt: skip
         if claim_id is not None and message.flag("done"):
             self.controller.done(claim_id, part, slots, now)
         return {}
@@ -308,25 +309,21 @@ class DockNode:
 
     def _claim(self, message: Message, now: float) -> dict | Answer | None:
         group_ids = message.optional_ints("group_ids")
-        task, columns = self.schema.task(message.text("task")), message.names("columns")
-        strange = [name for name in columns if name not in task.columns]
+        ask = read_ask(message)
+        task = self.schema.task(ask.task)
+        strange = [name for name in ask.columns if name not in task.columns]
         if strange:
             raise DockError(f"a claim brings columns that its task reads; task {task.name!r} does not read {strange}")
         request = ClaimRequest(
-            task=task.name, partition=message.text("partition"), count=message.whole("count"),
-            worker=message.text("worker"), deadline=now + message.real("timeout_s"), key=message["key"],
-            unit=message.text("unit"), policy=message.text("policy"),
-            group_ids=None if group_ids is None else group_ids.tolist(),
-            min_version=message.optional_whole("min_version"), at_least=message.whole("at_least"),
-            max_age_s=message.optional_real("max_age_s"), seed=message.whole("seed"), team=message.text("team"),
-            rank=message.whole("rank"), ranks=message.whole("ranks"), split=message.text("split"),
+            ask.task, ask.partition, ask.count, ask.worker, now + ask.timeout_s, message["key"], ask.unit, ask.policy,
+            None if group_ids is None else group_ids.tolist(), ask.min_version, ask.at_least, ask.max_age_s, ask.seed,
+            False, ask.team, ask.rank, ask.ranks, ask.split,
         )  # fmt: skip
-        copy = message.flag("copy")
         grant = self.controller.claim(request, now)
         if grant is not None:
-            return self._granted(grant, columns, copy)
-        if columns:
-            self._wanted[message["key"]] = (columns, copy)
+            return self._granted(grant, ask.columns, ask.copy)
+        if ask.columns:
+            self._wanted[message["key"]] = (ask.columns, ask.copy)
         return None
 
     def _granted(self, grant: Grant, columns: list[str], copy: bool) -> dict | Answer:
@@ -404,36 +401,3 @@ class DockNode:
             "waiting_for_room": [{"verb": p.verb.name, "for": p.what} for p in self._parked.values()],
             "back_pressure_s": self.back_pressure_s,
         }
-
-
-def grant_message(grant: Grant) -> dict[str, Any]:
-    rows = np.empty((6, len(grant.rows)), np.int64)
-    rows[0], rows[1], rows[2] = grant.rows, grant.group_ids, grant.members
-    rows[3], rows[4], rows[5] = grant.version_min, grant.version_max, grant.tokens
-    body = {"claim_id": grant.claim_id, "sealed": grant.sealed, "ready": grant.ready, "grant": rows}
-    if grant.dropped:
-        body |= {
-            "dropped_groups": [g for g, _, _ in grant.dropped], "dropped_reasons": [r for _, _, r in grant.dropped],
-            "dropped_counts": [len(r) for _, r, _ in grant.dropped],
-            "dropped_rows": np.concatenate([r for _, r, _ in grant.dropped]),
-        }  # fmt: skip
-    return body
-
-
-def _versions(message: Message, rows: int) -> tuple[np.ndarray, np.ndarray] | None:
-    if message.get("version_min") is None:
-        return None
-    low, high = message.ints("version_min", "int32"), message.ints("version_max", "int32")
-    if not len(low) == len(high) == rows or not bool((low <= high).all()):
-        raise DockError("versions are (oldest, newest) per row, oldest <= newest")
-    return low, high
-
-
-def _cells(values: Values, ready: np.int64, versions: tuple[np.ndarray, np.ndarray] | None) -> dict[str, Any]:
-    """What a journal needs to find the values again: parts, and offsets (bytes) and lengths part after part."""
-    joined = {"offsets": values.offsets, "lengths": values.lengths}
-    record: dict[str, Any] = {n: np.concatenate(a) if a else np.empty(0, np.int64) for n, a in joined.items()}
-    record |= {"parts": [cell.name for cell in values.parts], "ready": int(ready)}
-    if versions is not None:
-        record |= {"version_min": versions[0], "version_max": versions[1]}
-    return record

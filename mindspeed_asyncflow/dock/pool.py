@@ -32,7 +32,7 @@ class BufferPool:
                 self.idle_bytes -= size
         if owner is None:
             owner = np.empty(size, np.uint8)
-        whole = np.frombuffer(memoryview(owner), np.uint8)  # every view of it keeps exactly this object alive
+        whole = np.frombuffer(owner.data, np.uint8)  # every view of it keeps exactly this object alive
         weakref.finalize(whole, self._give, owner).atexit = False
         return whole[:nbytes]
 

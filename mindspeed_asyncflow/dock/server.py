@@ -168,8 +168,7 @@ class DockServer:
         connection.events = _IN
         self._connections[connection.fd] = connection
         self._poll.register(connection.fd, _IN)
-        connection.send(connection.challenge)
-        self._flush(connection)
+        self._send(connection, connection.challenge)
 
     def _serve(self, connection: Connection, events: int) -> None:
         """One step for a connection: its answers move on, and one of its calls is answered."""
@@ -202,10 +201,11 @@ class DockServer:
             self._busy.pop(connection, None)
         else:
             events = _IN
-            self._sending.pop(connection, None)
+            if self._sending:
+                self._sending.pop(connection, None)
             if connection.has_more:
                 self._busy[connection] = None
-            else:
+            elif self._busy:
                 self._busy.pop(connection, None)
         if events != connection.events:
             connection.events = events
@@ -257,8 +257,7 @@ class DockServer:
         if repeated is not None:
             if isinstance(message.get("reservation"), int):
                 self._node.store.cancel_of(connection, message["reservation"])
-            connection.send(repeated)
-            self._flush(connection)
+            self._send(connection, repeated)
             return
         if identity in self._waiting:  # asked again before the loss of the first connection was noticed
             self._close(self._waiting[identity])
@@ -270,6 +269,7 @@ class DockServer:
         except AsyncFlowError as error:
             self._answer(connection, header, error)
         else:
+            self._send_outcomes()  # those who wait for these rows come before the one who brought them
             if reply is not None:
                 self._answer(connection, header, reply)
             else:
@@ -289,34 +289,32 @@ class DockServer:
             raise WireError("wrong secret")
         connection.trusted = True
         hello = _hello(self._node.schema, self._arena, self._node.pair)
-        connection.send(wire.frame(header.verb, 0, header.client, header.request, hello))
-        self._flush(connection)
+        self._send(connection, wire.frame(header.verb, 0, header.client, header.request, hello))
 
     def _answer(self, connection: Connection, header: Header, reply: dict | Answer | AsyncFlowError) -> None:
-        identity = (header.verb, header.client, header.request)
-        verb, client, request = identity
-        if isinstance(reply, AsyncFlowError):
-            error = {"error": type(reply).__name__, "text": str(reply)}
-            connection.send(wire.frame(verb, 1, client, request, error))
-        elif isinstance(reply, Answer):
+        verb, client, request = header.verb, header.client, header.request
+        if isinstance(reply, dict):
+            self._send(connection, self._remember(verb, client, request, reply))
+            return
+        if isinstance(reply, Answer):
             if verb not in _NOT_REMEMBERED:
                 self._remember(verb, client, request, reply.body)
             bulk = reply.stream.nbytes if reply.stream is not None else 0
             try:
                 whole = wire.frame(verb, 0, client, request, reply.body | reply.extra, bulk)
             except WireError as large:
-                error = {"error": DockError.__name__, "text": str(large)}
-                connection.send(wire.frame(verb, 1, client, request, error))
+                reply = DockError(str(large))
             else:
                 if bulk:
                     self._node.pin(reply)
                     connection.send_values(whole, reply, self._arena.memory)
+                    self._flush(connection)
                 else:
-                    connection.send(whole)
-        else:
-            frame = self._remember(verb, client, request, reply)
-            connection.send(frame)
-        self._flush(connection)
+                    self._send(connection, whole)
+                return
+        self._send(
+            connection, wire.frame(verb, 1, client, request, {"error": type(reply).__name__, "text": str(reply)})
+        )
 
     def _remember(self, verb: int, client: int, request: int, body: dict) -> bytes:
         """The frame of an answer, kept for the case that its caller asks again."""
@@ -337,6 +335,16 @@ class DockServer:
                 connection.parked.discard(key)
                 self._waiting.pop((header.client, header.request), None)
                 self._answer(connection, header, reply)
+
+    def _send(self, connection: Connection, frame: bytes) -> None:
+        """Sends an answer, now if it can; a client that is gone is closed."""
+        try:
+            connection.send(frame)
+        except OSError:
+            self._close(connection)
+            return
+        if connection.sending:
+            self._watch(connection)
 
     def _flush(self, connection: Connection) -> None:
         """Sends what can be sent in one step; a client that is gone is closed."""

@@ -162,17 +162,17 @@ class Store:
             return Values(kept.columns, kept.parts, kept.lengths, kept.pieces,
                           cell_offsets(kept.pieces, kept.parts, kept.lengths))  # fmt: skip
         columns = message.names("columns")
-        parts, lengths = self._lengths(message, columns, rows, shared_rows)
+        parts, given = self._lengths(message, columns, rows, shared_rows)
         data = message.array("data", "uint8")
-        if len(data) != sum(int(n.sum()) * p.itemsize for p, n in zip(parts, lengths)):
+        if len(data) != sum(int(n.sum()) * p.itemsize for p, n in zip(parts, given)):
             raise DockError(f"a call came with {len(data)} bytes of values, its lengths say otherwise")
-        pieces = self._room(parts, lengths, put)
+        pieces = self._room(parts, given, put)
         at, arena = 0, self.warehouse.arena.bytes
         for i, first, last, offset in pieces:
-            size = int(lengths[i][first:last].sum()) * parts[i].itemsize
+            size = int(given[i][first:last].sum()) * parts[i].itemsize
             arena[offset : offset + size] = data[at : at + size]
             at += size
-        return Values(columns, parts, lengths, pieces, cell_offsets(pieces, parts, lengths))
+        return Values(columns, parts, given, pieces, cell_offsets(pieces, parts, given))
 
     def give_up(self, values: Values) -> None:
         self.warehouse.cancel(values.pieces, values.parts, values.lengths)
@@ -199,15 +199,12 @@ class Store:
     def locate(self, part: Partition, slots: np.ndarray, columns: Sequence[str]) -> np.ndarray:
         """int64 [2 * parts, rows]: byte offset and length in elements of each cell, part by part."""
         ready = part.rows.ready[slots]
-        groups = None
-        out = []
+        groups = part.rows.group[slots] if any(self.schema.column(n).shared for n in columns) else slots
+        out: list[np.ndarray] = []
         for name in columns:
-            spec = self.schema.column(name)
             missing = (ready & self.schema.bit[name]) == 0
             if missing.any():
                 raise DockError(f"column {name!r} of {int(missing.sum())} of {len(slots)} rows is not written yet")
-            if spec.shared and groups is None:
-                groups = part.rows.group[slots]
             for cell in self.schema.parts[name]:
                 out += self.warehouse.locate(part.number, cell.name, groups if cell.shared else slots)
         return np.stack(out) if out else np.empty((0, len(slots)), np.int64)

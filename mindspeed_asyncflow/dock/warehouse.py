@@ -162,8 +162,11 @@ class Warehouse:
         cells.lengths[index] = lengths
         self.payload_bytes += int(lengths.sum()) * cells.part.itemsize
 
-    def rebuild(self) -> None:
-        """Works out what is free from the cells that are there. For a restart, after all cells were adopted."""
+    def rebuild(self, reserved: Sequence[np.ndarray] = ()) -> None:
+        """Works out what is free from the cells that are there. For a restart, after all cells were adopted.
+
+        `reserved`: begins and ends in bytes, int64 [n, 2] each, of pieces that nothing was placed in yet.
+        """
         self.payload_bytes = 0
         self._edges[:] = 0
         change = np.zeros(self._granules + 1, np.int32)  # +1 where use begins, -1 where it ends
@@ -176,6 +179,9 @@ class Warehouse:
             np.add.at(change, first, 1)
             np.add.at(change, last + 1, -1)
             self.payload_bytes += int(cells.lengths.sum()) * cells.part.itemsize
+        for spans in reserved:
+            np.add.at(change, spans[:, 0] // GRANULE, 1)
+            np.add.at(change, -(-spans[:, 1] // GRANULE), -1)
         used = np.concatenate(([True], np.cumsum(change[:-1]) > 0, [True]))
         starts = np.flatnonzero(used[:-1] & ~used[1:])
         ends = np.flatnonzero(~used[:-1] & used[1:])

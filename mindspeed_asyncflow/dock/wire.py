@@ -60,6 +60,7 @@ class Verb(IntEnum):
     FREEZE = 22
     THAW = 23
     EXPORT = 24
+    CANCEL = 25
 
 
 class WireError(DockError):
