@@ -14,6 +14,7 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,9 +70,9 @@ FULL = Size(
     grants_together=600, hold_mb=1024, peer_consumers=(1, 2, 4), pairs=(128, 64),
 )  # fmt: skip
 QUICK = Size(
-    payloads_mb=(16,), repeats=5, large_repeats=5, streams=1, latency_rows=60,
+    payloads_mb=(16,), repeats=3, large_repeats=3, streams=1, latency_rows=60,
     grant_sizes=(1024, 8192, 1 << 20), peer_grant_sizes=(8192,), grant_repeats=2,
-    grants_together=200, hold_mb=64, peer_consumers=(), pairs=(32, 32),
+    grants_together=200, hold_mb=32, peer_consumers=(), pairs=(32, 32),
 )  # fmt: skip
 REQUESTS = 100  # of one window of metadata requests
 GAP_S = 0.02  # between single rows
@@ -112,8 +113,12 @@ class Run:
 
     def peer(self) -> None:
         size = self.size
-        with Child("the peer's side", [str(PEER_PYTHON), str(HERE / "dock_peer.py")], _peer_environment()) as side:
-            versions = self.section("the peer's start", partial(side.ask, "start", LIMIT_S))
+        command = [str(PEER_PYTHON), str(HERE / "dock_peer.py")]
+        with (
+            tempfile.TemporaryDirectory(prefix="dock-", ignore_cleanup_errors=True) as folder,
+            Child("the peer's side", command, _peer_environment()) as side,
+        ):
+            versions = self.section("the peer's start", partial(side.ask, "start", LIMIT_S, folder=folder))
             if versions is None:
                 return
             self.raw["peer"]["versions"] = versions

@@ -9,8 +9,6 @@ other mode one empty answer stops the whole controller for seconds.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from typing import Any
 
@@ -26,8 +24,8 @@ UNITS = 2
 
 
 class Peer:
-    def start(self) -> dict[str, str]:
-        """Starts Ray and the store; returns versions."""
+    def start(self, folder: str) -> dict[str, str]:
+        """Starts Ray, whose files go to `folder`, and the store; returns versions."""
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", TQ_LOGGING_LEVEL="CRITICAL")
         os.environ.setdefault("TQ_NUM_THREADS", str(os.cpu_count() or 1))
         from importlib.metadata import version
@@ -37,10 +35,9 @@ class Peer:
         from omegaconf import OmegaConf
 
         self.ray, self.package = ray, transfer_queue
-        self.folder = tempfile.mkdtemp(prefix="dockpeer-")
         ray.init(
             num_cpus=10, include_dashboard=False, object_store_memory=256 << 20, logging_level="ERROR",
-            log_to_driver=False, _temp_dir=self.folder,
+            log_to_driver=False, _temp_dir=folder,
         )  # fmt: skip
         settings = {
             "controller": {"polling_mode": True},
@@ -58,7 +55,6 @@ class Peer:
             self.package.close()
         finally:
             self.ray.shutdown()
-            shutil.rmtree(self.folder, ignore_errors=True)
 
     def users(self, count: int) -> list[Any]:
         while len(self.consumers) < count:
