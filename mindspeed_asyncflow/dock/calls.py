@@ -51,6 +51,7 @@ class Calls:
             [TaskSpec(n, tuple(c)) for n, c in hello["tasks"]],
         )
         self.pair = hello.whole("pair")
+        self.addresses = hello.names("addresses")  # of all pairs of the dock, by number; none: it is a dock by itself
         self.arena_bytes = self.free_bytes = hello.whole("arena_bytes")
         self.live_rows = 0
         self._arena = Arena.attach(hello.text("arena_path"), self._token) if map_arena else None

@@ -163,7 +163,8 @@ def _pack_scalar(spec: ColumnSpec, part: Part, values: Any) -> Packing:
         array = array.reshape(0, *spec.shape)
     n, items = len(array), part.itemsize // part.dtype.itemsize
     flat = np.ascontiguousarray(array).reshape(-1)
-    return Packing(part, np.ones(n, np.int64), Ragged(flat, np.arange(n) * items, np.ones(n, np.int64)), None)
+    ones = np.ones(n, np.int64)
+    return Packing(part, ones, Ragged(flat, np.arange(n) * items, ones, spec.shape), None)
 
 
 def _pack_ragged(spec: ColumnSpec, part: Part, values: Any) -> Packing:

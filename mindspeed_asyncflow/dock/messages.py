@@ -34,6 +34,7 @@ class Ask(msgspec.Struct):
     rank: int
     ranks: int
     split: str
+    claim_id: int = 0
 
 
 def read_ask(message: Message) -> Ask:

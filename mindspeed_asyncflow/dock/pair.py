@@ -155,7 +155,7 @@ class PairClient(Calls):
         self, task: str, count: int, *, partition: str, worker: str, unit: str = "rows", policy: str = "fifo",
         group_ids: Sequence[int] | None = None, min_version: int | None = None, timeout_s: float | None = None,
         at_least: int = 1, columns: Sequence[str] = (), max_age_s: float | None = None, seed: int = 0,
-        team: str = "", rank: int = 0, ranks: int = 1, split: str = "same",
+        team: str = "", rank: int = 0, ranks: int = 1, split: str = "same", claim_id: int = 0,
     ) -> Claim:  # fmt: skip
         """Takes up to `count` ready rows (or whole groups) for `task`, as soon as `at_least` are there.
 
@@ -164,7 +164,8 @@ class PairClient(Calls):
         `max_age_s` ago, are dropped as "stale" and reported in `dropped`; a claim that dropped something returns at
         once, with what is ready, even if that is nothing. In a sealed partition the tail may be smaller than
         `at_least`. `columns` (of those that the task reads) come with the grant, in `values`, as `read` gives them.
-        The `ranks` members of a `team` get the same rows, or shares of them: see `split` in `dock.teams`.
+        The `ranks` members of a `team` get the same rows, or shares of them: see `split` in `dock.teams`. `claim_id`
+        is chosen by who gathers one claim from several pairs.
         Raises DeadlineExceeded, with nothing claimed, after `timeout_s` (default `wait_s`; 0: no wait).
         """
         reply = self.call(Verb.CLAIM, {
@@ -172,7 +173,7 @@ class PairClient(Calls):
             "group_ids": None if group_ids is None else np.asarray(group_ids, np.int64), "min_version": min_version,
             "timeout_s": self.patience(timeout_s), "worker": worker, "at_least": at_least, "columns": list(columns),
             "copy": not self.mapped, "max_age_s": max_age_s, "seed": seed, "team": team, "rank": rank, "ranks": ranks,
-            "split": split,
+            "split": split, "claim_id": claim_id,
         })  # fmt: skip
         claim = read_grant(reply)
         if not columns or not len(claim):
@@ -233,6 +234,37 @@ class PairClient(Calls):
     def stats(self) -> dict[str, Any]:
         """Rows by state per partition and task, bytes, claims, drops by reason, waiting calls."""
         return dict(self.call(Verb.STATS, {}))
+
+    # -- a pair among others ---------------------------------------------------------------------------------------
+
+    def join(self, index: int, addresses: Sequence[str]) -> None:
+        """From now on this is pair `index` of the dock of `addresses`. It must be empty, or know this already."""
+        self.call(Verb.JOIN, {"index": index, "addresses": list(addresses)})
+
+    def find(self, partition: str, group_ids: Sequence[int]) -> list[int]:
+        """Those of the groups that live on this pair."""
+        ids = np.asarray(group_ids, np.int64)
+        return self.call(Verb.FIND, {"partition": partition, "group_ids": ids}).ints("found").tolist()
+
+    def groups_of(self, pair: int) -> dict[str, np.ndarray]:
+        """Group ids by partition that another pair held when this one last heard of it."""
+        reply = self.call(Verb.LOST, {"pair": pair})
+        return {name: reply.ints(f"ids{i}") for i, name in enumerate(reply.names("partitions"))}
+
+    def forget_pair(self, pair: int) -> None:
+        """This pair waits for that other one no more."""
+        self.call(Verb.FORGET_PAIR, {"pair": pair})
+
+    def freeze(self, timeout_s: float) -> None:
+        """Only calls of this client are carried out until `thaw`, or until `timeout_s` have passed."""
+        self.call(Verb.FREEZE, {"for_s": timeout_s})
+
+    def thaw(self) -> None:
+        self.call(Verb.THAW, {})
+
+    def export(self, partition: str) -> Message:
+        """Groups and rows of a partition and what the tasks have done with them; see `dock/snapshot.py`."""
+        return self.call(Verb.EXPORT, {"partition": partition})
 
     def describe(self) -> str:
         """`stats` for a person."""

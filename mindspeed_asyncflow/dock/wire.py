@@ -61,6 +61,10 @@ class Verb(IntEnum):
     THAW = 23
     EXPORT = 24
     CANCEL = 25
+    FIND = 26
+    FORGET_PAIR = 27
+    DIVIDE = 28
+    CANCEL = 25
 
 
 class WireError(DockError):
