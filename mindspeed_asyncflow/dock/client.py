@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ class DockClient(Fleet):
             some = (None,) * 4 if given is None else (*(a[groups] for a in given[:3]), given[3][rows])
             span = None if versions is None else (versions[0][rows], versions[1][rows])
             whole = given is None or bool((given[1][groups] == given[2][groups]).all())
-            handles = self._put_at(home, whole, timeout_s, lambda p, wait: p.put(partition, *some, part, wait, span))
+            handles = self._put_at(home, whole, timeout_s, partial(_put, partition, some, part, span))
             if given is None:
                 handles = list(handles[0].reshape(-1, 1))
             for group, handle in zip(groups.tolist(), handles):
@@ -292,9 +293,8 @@ class DockClient(Fleet):
         try:
             while True:
                 left = max(0.0, deadline - time.monotonic())
-                got = self._at_home(
-                    lambda pair: pair.claim(task, count - have, timeout_s=left, claim_id=claim_id, **ask)
-                )
+                more = ask | {"task": task, "count": count - have, "timeout_s": left, "claim_id": claim_id}
+                got = self._at_home(partial(_claim, more))
                 parts.append(got)
                 have = sum(unit_count(part, ask.get("unit", "rows")) for part in parts)
                 if have >= at_least or got.sealed or got.dropped:
@@ -328,3 +328,14 @@ class DockClient(Fleet):
                 lost, known = error, 0
         if lost is not None and not (known and isinstance(lost, ClaimUnknown)):
             raise lost
+
+
+def _put(
+    partition: str, groups: Sequence[Any], values: Mapping[str, Any], versions: tuple[np.ndarray, np.ndarray] | None,
+    pair: PairClient, timeout_s: float | None,
+) -> list[np.ndarray]:  # fmt: skip
+    return pair.put(partition, *groups, values, timeout_s, versions)
+
+
+def _claim(ask: Mapping[str, Any], pair: PairClient) -> Claim:
+    return pair.claim(**ask)

@@ -64,7 +64,6 @@ class Verb(IntEnum):
     FIND = 26
     FORGET_PAIR = 27
     DIVIDE = 28
-    CANCEL = 25
 
 
 class WireError(DockError):

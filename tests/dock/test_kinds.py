@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.dock.columns import DTYPES, NUMPY, ColumnSpec, Ragged, TaskSpec
+from mindspeed_asyncflow.dock.pair import PairClient
 from mindspeed_asyncflow.dock.server import DockServer
 from mindspeed_asyncflow.errors import DockError
 
@@ -36,7 +36,7 @@ def served():
 
 @pytest.fixture(params=["mapped", "remote"])
 def client(request, served):
-    with DockClient(served.address, "k", wait_s=10.0, map_arena=request.param == "mapped") as made:
+    with PairClient(served.address, "k", wait_s=10.0, map_arena=request.param == "mapped") as made:
         yield made
         assert made.stats()["used_bytes"] == 0, "a test left rows or lost bytes"
 
