@@ -106,7 +106,7 @@ class Controller(Claims):
         self.wake(now)
 
     def _forget_if_empty(self, part: Partition) -> None:
-        if part.closing and not part.rows.count:
+        if part.closing and not part.rows.count and self.partitions.get(part.name) is part:
             del self.partitions[part.name], self._by_number[part.number]
             first = part.rows.next_generation()
             if first < LAST_GENERATION:  # a worn-out number is never used again
