@@ -71,10 +71,9 @@ def serve(kind: str, payload_bytes: int, host: str, pair: int) -> DockServer:
     return DockServer(columns, tasks, arena_mb=arena_mb, lease_s=600.0, host=host, secret=SECRET, pair=pair)
 
 
-def connect(addresses: Sequence[str], mapped: bool) -> DockClient:
-    """The first of several addresses is the caller's own pair."""
-    where = addresses[0] if len(addresses) == 1 else list(addresses)
-    return DockClient(where, SECRET, wait_s=WAIT_S, map_arena=mapped)  # type: ignore[arg-type]
+def connect(addresses: Sequence[str], mapped: bool, home: int = 0) -> DockClient:
+    """`home`: which of the addresses is the caller's own pair."""
+    return DockClient(addresses, SECRET, wait_s=WAIT_S, map_arena=mapped, home=home)
 
 
 def put(client: DockClient, partition: str, batch: Batch, sent: float | None = None) -> np.ndarray:

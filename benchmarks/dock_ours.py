@@ -240,7 +240,7 @@ def pairs(mb: int, batch: int) -> dict[str, float]:
         ]
         users = [stack.enter_context(child("consumer", i)) for i in range(PAIRS)]
         for i, user in enumerate(users):
-            user.ask("connect", LIMIT_S, addresses=addresses[i:] + addresses[:i], mapped=False)
+            user.ask("connect", LIMIT_S, addresses=addresses, mapped=False, home=i)
         client = stack.enter_context(calls.connect(addresses, False))
         for user in users:
             user.tell("drain_sealed", partition="pairs", rows=batch, columns=COLUMNS[JAGGED])

@@ -44,8 +44,8 @@ class Server:
 
 
 class Consumer:
-    def connect(self, addresses: list[str], mapped: bool) -> None:
-        self.client = calls.connect(addresses, mapped)
+    def connect(self, addresses: list[str], mapped: bool, home: int = 0) -> None:
+        self.client = calls.connect(addresses, mapped, home)
 
     def close(self) -> None:
         self.client.close()
