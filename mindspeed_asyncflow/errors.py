@@ -35,6 +35,10 @@ class ClaimLost(DockError):
     """A result came for a claim that has ended: its lease ran out, it was released, or its worker was forgotten."""
 
 
+class ClaimUnknown(ClaimLost):
+    """A pair of the dock has never granted this claim."""
+
+
 class DeadlineExceeded(AsyncFlowError):
     """A wait ended without its event; the message says for whom it waited and how long."""
 

@@ -167,12 +167,13 @@ def _rollout(c: Config) -> Iterator[Raw]:
             f"the watchdog ({c.workflow.watchdog_s:g} s) would stop a generation batch that may take {r.timeout_s:g} s",
         )
     need = feasibility.arena_bytes(c)
-    if need > c.dock.arena_mb << 20:
+    given = c.dock.arena_mb * c.dock.pairs
+    if need > given << 20:
         yield (
             "error",
-            ("dock.arena_mb", "workflow.groups_per_step", "algorithm.group_size", "workflow.max_lag"),
+            ("dock.arena_mb", "dock.pairs", "workflow.groups_per_step", "algorithm.group_size", "workflow.max_lag"),
             f"{(c.workflow.max_lag + 1) * c.samples_per_step} samples of at most {longest} tokens are under way "
-            f"and need {-(-need >> 20) or 1} MiB, {c.dock.arena_mb} are given",
+            f"and need {-(-need >> 20) or 1} MiB, {given} are given",
         )
 
 

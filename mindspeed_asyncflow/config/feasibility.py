@@ -186,7 +186,7 @@ def memory_bytes(config: Config, machine: Machine, model: Mapping[str, Any] | No
     parts = {
         "trainer processes": t.world_size * TRAINER_RANK_BYTES,
         "rollout processes": r.replicas * r.tensor_parallel * REPLICA_BYTES[r.engine],
-        "dock arena": config.dock.arena_mb * MIB,
+        "dock arena": config.dock.arena_mb * config.dock.pairs * MIB,
     }
     count = parameter_count(model) if model else 0
     width = DTYPE_BYTES[config.model.dtype]
@@ -204,7 +204,8 @@ def memory_bytes(config: Config, machine: Machine, model: Mapping[str, Any] | No
 def _memory(config: Config, machine: Machine, model: Mapping[str, Any] | None) -> Iterator[Raw]:
     parts = memory_bytes(config, machine, model)
     need = sum(parts.values())
-    keys = ("rollout.replicas", "rollout.kv_cache_mb", "trainer.data_parallel", "dock.arena_mb", "model.source")
+    ours = ("rollout.replicas", "rollout.kv_cache_mb", "trainer.data_parallel")
+    keys = (*ours, "dock.arena_mb", "dock.pairs", "model.source")
     listing = ", ".join(f"{name} {size / MIB:.0f}" for name, size in parts.items() if size)
     text = f"{need / MIB:.0f} MiB of memory wanted ({listing})"
     if need > machine.memory_bytes:

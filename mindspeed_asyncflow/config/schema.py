@@ -138,10 +138,12 @@ class EvaluationConfig(Section):
 
 
 class DockConfig(Section):
+    pairs: int = Field(1, ge=1, le=256, description="Controller/warehouse pairs; rows are spread over them.")
     arena_mb: int = Field(64, ge=1, description="Shared memory of one warehouse in MiB, touched once at start.")
+    max_rows: int = Field(0, ge=0, description="Rows of one pair before puts wait; 0: only bytes count.")
     lease_s: float = Field(120.0, gt=0, description="A claim that is not finished by then is offered again.")
     wait_s: float = Field(30.0, gt=0, description="Deadline of a single dock call that waits.")
-    port: int = Field(0, ge=0, le=65535, description="Port of the first dock server; 0: any free one.")
+    port: int = Field(0, ge=0, le=65535, description="Port of the first pair, the next ones follow; 0: any free ones.")
 
 
 class ObserveConfig(Section):

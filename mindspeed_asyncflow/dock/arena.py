@@ -53,6 +53,18 @@ class Arena:
         return arena
 
     @classmethod
+    def reopen(cls, path: str) -> Arena:
+        """The arena of a server that was killed. Raises PlatformError when it cannot be mapped."""
+        try:
+            fd = os.open(path, os.O_RDWR)
+            try:
+                return cls(path, mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)))
+            finally:
+                os.close(fd)
+        except (OSError, ValueError) as error:
+            raise PlatformError(f"the dock arena {path} cannot be opened again: {error}") from error
+
+    @classmethod
     def attach(cls, path: str, token: bytes) -> Arena | None:
         """Maps the arena of a server on this node; None when the file is not the one that carries `token`."""
         try:

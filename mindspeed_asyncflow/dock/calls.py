@@ -22,7 +22,7 @@ from mindspeed_asyncflow.dock.warehouse import check_fits
 from mindspeed_asyncflow.dock.wire import Message, Verb
 from mindspeed_asyncflow.errors import DockError, WorkerLost
 
-INLINE_BYTES = 1 << 14  # smaller values travel in their frame: one message instead of two
+INLINE_BYTES = 56 << 10  # smaller values travel in their frame: one message instead of two
 _RETRY_S = 0.02  # between two attempts to reach a pair that may be starting again
 
 

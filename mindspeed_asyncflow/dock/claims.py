@@ -128,7 +128,7 @@ class Claims(ABC):
     def _start(
         self, part: Partition, queue: TaskQueue, request: ClaimRequest, slots: np.ndarray, worker: str, now: float
     ) -> OpenClaim:
-        claim = self.leases.start(part.name, request.task, worker, slots, now, request.owner)
+        claim = self.leases.start(part.name, request.task, worker, slots, now, request.owner, request.claim_id)
         queue.take(slots, claim.id)
         part.rows.holders[slots] += 1
         counters = self.counters_of(request.task)
@@ -268,6 +268,21 @@ class Claims(ABC):
         claim, slots = self.held(claim_id, part, slots, now)
         self._end(claim, slots, _DONE, True)
         self.wake(now)
+
+    def divide(
+        self, claim_id: int, part: Partition, shares: Sequence[np.ndarray], workers: Sequence[str], now: float
+    ) -> list[int]:  # fmt: skip
+        """Makes a claim of each share of an open claim; their ids, 0 for an empty share."""
+        claim, _ = self.held(claim_id, part, np.concatenate(shares), now)
+        queue = part.queues[claim.task]
+        ids = []
+        for slots, worker in zip(shares, workers):
+            if len(slots):
+                self.leases.shorten(claim, slots, "it was divided")
+                own = self.leases.start(claim.partition, claim.task, worker, slots, now, claim.key[2]).id
+                queue.pass_on(slots, own)
+            ids.append(own if len(slots) else 0)
+        return ids
 
     def done_rows(self, part: Partition, task: str, slots: np.ndarray, now: float) -> None:
         """As `done`, for rows that any open claims of `task` hold."""

@@ -31,7 +31,6 @@ from mindspeed_asyncflow.records import PromptRow
 __all__ = ["Claim", "DockClient"]
 
 
-
 class DockClient(Fleet):
     """Thread-safe; calls block. `wait_s` is the deadline of calls that wait.
 
@@ -192,6 +191,8 @@ class DockClient(Fleet):
         freed; rows that you hold a claim on are not freed before it ends. `copy=True` gives values of your own.
         """
         parts = [(pair.read(rows[index], columns, copy), index) for pair, index in self._by_pair(rows)]
+        if not parts:
+            raise DockError("a read names rows, at least one")
         return parts[0][0] if len(parts) == 1 else merge_columns(parts, columns)
 
     def write(
@@ -205,6 +206,8 @@ class DockClient(Fleet):
         result (ClaimLost); `done=True` also finishes these rows of the claim. A second result for a cell is refused
         unless it is equal. Waits while the arena is full.
         """
+        if not len(rows):
+            raise DockError("a write names rows, at least one")
         for pair, index in self._by_pair(rows):
             whole = len(index) == len(rows)
             part = values if whole else {name: take(column, index) for name, column in values.items()}
@@ -298,7 +301,7 @@ class DockClient(Fleet):
                 parts.append(got)
                 have = sum(unit_count(part, ask.get("unit", "rows")) for part in parts)
                 if have >= at_least or got.sealed or got.dropped:
-                    return join_claims(self.schema, parts, claim_id if have else 0, wanted)
+                    return join_claims(parts, claim_id if have else 0, wanted)
                 if wanted is not None:
                     taken = set(got.group_ids.tolist())
                     ask["group_ids"] = [g for g in ask["group_ids"] if g not in taken]
@@ -331,8 +334,8 @@ class DockClient(Fleet):
 
 
 def _put(
-    partition: str, groups: Sequence[Any], values: Mapping[str, Any], versions: tuple[np.ndarray, np.ndarray] | None,
-    pair: PairClient, timeout_s: float | None,
+    partition: str, groups: tuple[Any, Any, Any, Any], values: Mapping[str, Any],
+    versions: tuple[np.ndarray, np.ndarray] | None, pair: PairClient, timeout_s: float | None,
 ) -> list[np.ndarray]:  # fmt: skip
     return pair.put(partition, *groups, values, timeout_s, versions)
 

@@ -49,6 +49,11 @@ class Controller(Claims):
         self._free_numbers: deque[tuple[int, int]] = deque()  # of closed partitions, and their next generation
         self._numbers = 0
 
+    def set_pair(self, pair: int) -> None:
+        """Before any row is put: handles and claim ids carry this number."""
+        self.pair = pair
+        self.leases.set_pair(pair)
+
     # -- partitions ------------------------------------------------------------------------------------------------
 
     def open(self, name: str, number: int | None = None, first: int = 1) -> Partition:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mindspeed_asyncflow.errors import ClaimLost
+from mindspeed_asyncflow.errors import ClaimLost, ClaimUnknown, DockError
 
 PAIR_SHIFT = 48  # claim id: pair, then a counter
+SPREAD_CLAIM = 1 << 62  # bit of the id of a claim that a client gathers from several pairs: each knows its own rows
 _REMEMBERED = 4096  # ended claims whose reason is still known
 _Key = tuple[str, str, str]  # partition, task, owner
 
@@ -38,24 +39,50 @@ class LeaseBook:
         self._next = (pair << PAIR_SHIFT) | first
         self.held: dict[_Key, int] = {}  # rows claimed by (partition, task, owner)
 
+    def set_pair(self, pair: int) -> None:
+        self._next += (pair - self._pair) << PAIR_SHIFT
+        self._pair = pair
+
     def start(
-        self, partition: str, task: str, worker: str, slots: np.ndarray, now: float, owner: str = ""
+        self, partition: str, task: str, worker: str, slots: np.ndarray, now: float, owner: str = "", spread: int = 0
     ) -> OpenClaim:  # fmt: skip
-        """A new claim of `worker`. Its rows are held by `owner`, if given: a team rather than the worker."""
-        number = self._next
+        """A new claim of `worker`. Its rows are held by `owner`, if given: a team rather than the worker.
+
+        `spread`: the id that the client has chosen for a claim over several pairs; a second grant under it adds rows.
+        """
         key = (partition, task, owner or worker)
+        if spread:
+            return self._extend(spread, key, worker, slots, now)
+        number = self._next
         claim = OpenClaim(number, partition, task, worker, now + self.lease_s, slots, key)
         self._next = number + 1
-        self.open[number] = claim
-        heapq.heappush(self._heap, (claim.deadline, number))
-        self.held[key] = self.held.get(key, 0) + len(slots)
+        self._open(claim)
+        return claim
+
+    def _open(self, claim: OpenClaim) -> None:
+        self.open[claim.id] = claim
+        heapq.heappush(self._heap, (claim.deadline, claim.id))
+        self.held[claim.key] = self.held.get(claim.key, 0) + len(claim.slots)
+
+    def _extend(self, number: int, key: _Key, worker: str, slots: np.ndarray, now: float) -> OpenClaim:
+        claim = self.open.get(number)
+        if claim is None:
+            claim = OpenClaim(number, key[0], key[1], worker, now + self.lease_s, slots, key)
+            self._open(claim)
+            return claim
+        if claim.key != key:
+            raise DockError(f"claim {number} is one of {claim.key[2]!r} for task {claim.task!r} and takes no others")
+        claim.slots = np.concatenate((claim.slots, slots))
+        claim.deadline = now + self.lease_s
+        self.held[key] += len(slots)
         return claim
 
     def get(self, claim_id: int, now: float) -> OpenClaim:
         """The open claim, its lease renewed. Raises ClaimLost when it has ended."""
         claim = self.open.get(claim_id)
         if claim is None:
-            raise ClaimLost(
+            kind = ClaimUnknown if claim_id & SPREAD_CLAIM and claim_id not in self._ended else ClaimLost
+            raise kind(
                 f"claim {claim_id} is not open: {self._why(claim_id)}; its rows may belong to another worker now"
             )
         claim.deadline = now + self.lease_s
@@ -64,6 +91,8 @@ class LeaseBook:
     def _why(self, claim_id: int) -> str:
         if claim_id in self._ended:
             return self._ended[claim_id]
+        if claim_id & SPREAD_CLAIM:
+            return f"pair {self._pair} never granted a row under it"
         pair = claim_id >> PAIR_SHIFT
         if pair != self._pair:
             return f"it is one of pair {pair}, this is pair {self._pair}"

@@ -16,10 +16,12 @@ from mindspeed_asyncflow.dock import report
 from mindspeed_asyncflow.dock.arena import Arena
 from mindspeed_asyncflow.dock.columns import Schema, TaskSpec
 from mindspeed_asyncflow.dock.controller import Controller
-from mindspeed_asyncflow.dock.messages import cells_of, grant_message, read_ask, read_versions
+from mindspeed_asyncflow.dock.effects import cell_fields, put_effect, write_effect
+from mindspeed_asyncflow.dock.leases import PAIR_SHIFT
+from mindspeed_asyncflow.dock.messages import grant_message, read_ask, read_versions
 from mindspeed_asyncflow.dock.partition import ClaimRequest, Grant, Partition
 from mindspeed_asyncflow.dock.store import NoRoom, Outgoing, Store, Values
-from mindspeed_asyncflow.dock.warehouse import Warehouse
+from mindspeed_asyncflow.dock.warehouse import Placed, Warehouse
 from mindspeed_asyncflow.dock.wire import Message, Verb, WireError
 from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError
 
@@ -48,7 +50,7 @@ class _Parked:
 
 
 class DockNode:
-    """`journal`, when set, is told of every put and write that was carried out; see `_put` and `_write`."""
+    """`journal` is told of every effect of a call (see `rebuild`), `on_gone` of groups that leave (group slots)."""
 
     def __init__(
         self, schema: Schema, arena: Arena, lease_s: float, pair: int = 0, max_rows: int = 0, first_claim: int = 1
@@ -56,12 +58,14 @@ class DockNode:
         self.schema, self.pair = schema, pair
         self.controller = Controller(schema, lease_s, pair=pair, first_claim=first_claim)
         self.warehouse = Warehouse(list(schema.columns.values()), arena)
-        self.store = Store(schema, self.warehouse, max_rows)
+        self.store = Store(schema, self.warehouse, max_rows, first_claim)
         self.journal: Callable[[str, dict], None] | None = None
+        self.on_gone: Callable[[Partition, np.ndarray], None] | None = None
         self._parked: dict[object, _Parked] = {}  # who waits for room, oldest first
         self._wanted: dict[object, tuple[list[str], bool]] = {}  # columns that parked claims ask for; as bytes?
         self._outcomes: list[tuple[object, dict | Answer | AsyncFlowError]] = []
-        self._anonymous = (pair << 48) + first_claim  # ids of groups that a put did not name: minus this
+        self._anonymous = (pair << PAIR_SHIFT) + first_claim  # ids of groups that a put did not name: minus this
+        self.put_ids = np.empty(0, np.int64)  # groups of the newest put
         self.back_pressure_s = 0.0  # time that finished waits for room took
         self.verbs: dict[Verb, Callable[[Message, float], dict | Answer | None]] = {
             Verb.RESERVE: self._reserve, Verb.PUT: self._put, Verb.CLAIM: self._claim, Verb.READ: self._read,
@@ -69,6 +73,17 @@ class DockNode:
             Verb.FREE: self._free, Verb.SEAL: self._seal, Verb.FORGET: self._forget, Verb.STATS: self._stats,
             Verb.TASK: self._task, Verb.CLOSE: self._close, Verb.FINISH: self._finish, Verb.CHECK: self._check,
         }  # fmt: skip
+
+    def set_journal(self, note: Callable[[str, dict], None]) -> None:
+        self.journal = self.controller.journal = self.store.journal = note
+
+    def set_pair(self, pair: int) -> None:
+        """The number of this pair in its dock. Raises DockError when rows carry another one already."""
+        if pair != self.pair and self.controller.partitions:
+            raise DockError(f"this pair has partitions as number {self.pair} and cannot become number {pair}")
+        self._anonymous += (pair - self.pair) << PAIR_SHIFT
+        self.pair = pair
+        self.controller.set_pair(pair)
 
     def handle(self, verb: Verb, message: Message, connection: object, key: object, now: float) -> dict | Answer | None:
         """The answer, or None when the call is parked under `key`. `connection` owns what the call reserves."""
@@ -139,8 +154,9 @@ class DockNode:
         while control.departed:
             departed, control.departed = control.departed, []
             for part, slots, groups in departed:
-                for cell in self.warehouse.parts.values():
-                    self.warehouse.release(part.number, cell.name, groups if cell.shared else slots)
+                if self.on_gone is not None:
+                    self.on_gone(part, groups)
+                self.warehouse.release_rows(part.number, slots, groups)
             if self._parked:
                 self._retry_parked(now)
         if control.outcomes:
@@ -200,6 +216,7 @@ class DockNode:
     def _put(self, message: Message, now: float) -> dict:
         ids, sizes, counts, members = self._groups(message)
         rows = len(members)
+        self.put_ids = ids
         part = self.controller.check_put(message.text("partition"), ids, sizes, counts)
         versions = read_versions(message, rows)
         self.store.check_rows(rows, self.live_rows)
@@ -216,18 +233,17 @@ class DockNode:
             part, ids, sizes, counts, members, ready if versions is None else none, tokens, now
         )
         fresh = None if late is None else ~late
-        for cell, lengths, offsets in zip(values.parts, values.lengths, values.offsets):
-            if cell.shared:
-                self.warehouse.place(part.number, cell.name, groups, offsets, lengths, fresh)
-            else:
-                self.warehouse.place(part.number, cell.name, slots, offsets, lengths)
+        self.warehouse.place(part.number, [
+            Placed(cell.name, groups, offsets, lengths, fresh) if cell.shared else
+            Placed(cell.name, slots, offsets, lengths)
+            for cell, lengths, offsets in zip(values.parts, values.lengths, values.offsets)
+        ])  # fmt: skip
         if versions is not None:  # offered only now, so that no claim sees them without their versions
             self.controller.commit(part, slots, ready, None, versions, now)
         if self.journal is not None:
-            self.journal("put", {
-                "partition": part.name, "ids": ids, "sizes": sizes, "counts": counts, "members": members,
-                "slots": slots, "tokens": tokens, "fresh": fresh, **cells_of(values, ready, versions),
-            })  # fmt: skip
+            kept = {} if fresh is None else {cell.name: fresh for cell in values.parts if cell.shared}
+            effect = put_effect(part, ids, sizes, counts, slots, ready, now, versions)
+            self.journal("put", effect | cell_fields(part, values, slots, groups, kept))
         return {"rows": part.handles(slots), "free_bytes": self.warehouse.free_bytes, "live_rows": self.live_rows}
 
     def _groups(self, message: Message) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -273,15 +289,15 @@ class DockNode:
         if refusal:
             self.store.give_up(values)
             raise DockError(refusal)
-        for cell, lengths, offsets in zip(values.parts, values.lengths, values.offsets):
-            self.warehouse.place(part.number, cell.name, slots, offsets, lengths, fresh[cell.name])
+        self.warehouse.place(part.number, [
+            Placed(cell.name, slots, offsets, lengths, fresh[cell.name])
+            for cell, lengths, offsets in zip(values.parts, values.lengths, values.offsets)
+        ])  # fmt: skip
         tokens = self.store.tokens(values, None, len(slots), fresh)
         ready = self.schema.mask(values.columns)
         self.controller.commit(part, slots, ready, tokens, versions, now)
         if self.journal is not None:
-            kept = np.concatenate([fresh[cell.name] for cell in values.parts]) if values.parts else np.empty(0, bool)
-            self.journal("write", {"partition": part.name, "slots": slots, "tokens": tokens, "fresh": kept,
-                                   **cells_of(values, ready, versions)})  # fmt: skip
+            self.journal("write", write_effect(part, slots, ready) | cell_fields(part, values, slots, None, fresh))
         if claim_id is not None and message.flag("done"):
             self.controller.done(claim_id, part, slots, now)
         return {}

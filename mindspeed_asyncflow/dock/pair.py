@@ -17,6 +17,7 @@ import numpy as np
 from mindspeed_asyncflow.dock.calls import Calls
 from mindspeed_asyncflow.dock.columns import Ragged
 from mindspeed_asyncflow.dock.describe import as_text
+from mindspeed_asyncflow.dock.table import pair_numbers
 from mindspeed_asyncflow.dock.wire import Message, Verb
 from mindspeed_asyncflow.records import PromptRow
 
@@ -179,6 +180,8 @@ class PairClient(Calls):
         if not columns or not len(claim):
             return claim
         values = self.take_values(reply, columns)
+        if values is None and int(pair_numbers(claim.rows[:1])[0]) != self.pair:
+            return claim  # rows of another pair, which this one has asked for them: see `DockClient.claim`
         if values is None:  # the answer to a repeated call comes without them
             values = self.read(claim.rows, columns)
         return _with_values(claim, values)

@@ -43,6 +43,7 @@ class ClaimRequest:
     rank: int = 0
     ranks: int = 1
     split: str = "same"  # how a round is divided over the team: same, tokens, fifo
+    claim_id: int = 0  # chosen by the client for a claim over several pairs; else the pair chooses
     started: float = 0.0
     dropped: list[Dropped] = field(default_factory=list)
 

@@ -114,6 +114,10 @@ class TaskQueue:
         if self._side is not None:
             self._count_groups(slots, -1, -1)
 
+    def pass_on(self, slots: np.ndarray, claim: int) -> None:
+        """Claimed rows belong to another claim now."""
+        self._r.claim[slots] = claim
+
     def finish(self, slots: np.ndarray) -> None:
         """Claimed rows are done."""
         self._move(slots, CLAIMED, DONE)

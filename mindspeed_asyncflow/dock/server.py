@@ -12,7 +12,6 @@ import select
 import socket
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,12 +20,12 @@ from mindspeed_asyncflow.dock import wire
 from mindspeed_asyncflow.dock.arena import Arena
 from mindspeed_asyncflow.dock.columns import ColumnSpec, Schema, TaskSpec
 from mindspeed_asyncflow.dock.connection import Call, Connection
-from mindspeed_asyncflow.dock.node import Answer, DockNode
+from mindspeed_asyncflow.dock.link import Link
+from mindspeed_asyncflow.dock.member import Member, Outcome, can_restart
+from mindspeed_asyncflow.dock.node import Answer
 from mindspeed_asyncflow.dock.wire import MAX_BODY, Header, Verb, WireError
-from mindspeed_asyncflow.errors import AsyncFlowError, DockError, PlatformError
+from mindspeed_asyncflow.errors import DockError, PlatformError
 
-_REMEMBERED, _REMEMBERED_BYTES = 512, 32 << 20  # answers kept for callers that repeat a call after a broken connection
-_NOT_REMEMBERED = (Verb.READ, Verb.STATS, Verb.RESERVE, Verb.CHECK)
 _WITH_BULK = (Verb.PUT, Verb.WRITE)
 _MOST_PARKED = 256  # calls of one connection
 _LONGEST_SLEEP_S = 60.0
@@ -38,14 +37,15 @@ class DockServer:
     """Serves one controller/warehouse pair, number `pair`, from a thread of this process.
 
     `port` 0 takes any free one; a busy port raises PlatformError. Every client must know `secret`. `max_rows` bounds
-    the rows held at a time (0: only bytes count). `close()` ends the thread and removes the arena; clients that wait
-    then get an error at once.
+    the rows held at a time (0: only bytes count). `restart=True` goes on from the arena and journal at `arena_path`
+    that a killed server has left; its clients go on too when it listens at the same address. `close()` ends the thread
+    and removes the arena; clients that wait then get an error at once.
     """
 
     def __init__(
         self, columns: Sequence[ColumnSpec], tasks: Sequence[TaskSpec], arena_mb: int = 64, lease_s: float = 120.0,
         host: str = "127.0.0.1", port: int = 0, secret: str | bytes = b"", arena_path: str | None = None,
-        pair: int = 0, max_rows: int = 0, stall_s: float = _STALL_S,
+        pair: int = 0, max_rows: int = 0, stall_s: float = _STALL_S, restart: bool = False,
     ) -> None:  # fmt: skip
         self._secret = secret.encode() if isinstance(secret, str) else secret
         self._stall_s = stall_s
@@ -56,25 +56,36 @@ class DockServer:
             raise PlatformError(
                 f"the dock cannot listen on {host}:{port} ({error.strerror}); set dock.port to a free one, or to 0"
             ) from error
-        try:
-            self._arena = Arena.create(arena_path, arena_mb << 20)
-        except PlatformError:
-            self._listener.close()
-            raise
         self._listener.setblocking(False)
-        self._node = DockNode(schema, self._arena, lease_s, pair, max_rows)
+        self._poll = select.epoll()
+        self._links: dict[int, Link] = {}
+        try:
+            self._arena = self._open_arena(arena_path, arena_mb << 20, restart)
+            self._member = Member(
+                schema, self._arena, lease_s, pair, max_rows, self._secret, self, time.monotonic(), restart
+            )
+        except BaseException:
+            self._listener.close()
+            self._poll.close()
+            raise
         self._connections: dict[int, Connection] = {}
         self._busy: dict[Connection, None] = {}  # whose next frame has arrived already
         self._sending: dict[Connection, None] = {}  # whose answers did not leave at once
         self._callers: dict[object, tuple[Connection, Header]] = {}  # of parked calls
         self._waiting: dict[tuple[int, int], Connection] = {}  # where a call is parked, by its identity
-        self._answers: OrderedDict[tuple[int, int], bytes] = OrderedDict()
-        self._answer_bytes = 0
         self._wake_receive, self._wake_send = socket.socketpair()
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="dock-server", daemon=True)
         self.bad_frames = 0
         self.failure: BaseException | None = None  # what ended the thread, if anything did
+
+    @staticmethod
+    def _open_arena(path: str | None, nbytes: int, restart: bool) -> Arena:
+        if not restart:
+            return Arena.create(path, nbytes)
+        if path is None or not can_restart(path):
+            raise PlatformError(f"there is no arena with a journal at {path}: a pair cannot go on from it")
+        return Arena.reopen(path)
 
     @property
     def address(self) -> str:
@@ -99,6 +110,7 @@ class DockServer:
             self._thread.join(10.0)
         for sock in (self._listener, self._wake_send, self._wake_receive):
             sock.close()
+        self._member.close()
         self._arena.unlink()
 
     def __enter__(self) -> DockServer:
@@ -110,7 +122,6 @@ class DockServer:
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._poll = select.epoll()
         self._poll.register(self._listener.fileno(), _IN)
         self._poll.register(self._wake_receive.fileno(), _IN)
         self._listener_fd = self._listener.fileno()
@@ -123,6 +134,7 @@ class DockServer:
         finally:  # whatever happened, nobody must wait for an answer that cannot come
             for connection in list(self._connections.values()):
                 self._close(connection)
+            self._member.peers.close()
             self._poll.close()
 
     def _turn(self) -> None:
@@ -136,18 +148,21 @@ class DockServer:
                     self._serve(connection, events)
             elif fd == self._listener_fd:
                 self._accept()
+            elif fd in self._links:
+                self._links[fd].serve()
         for connection in busy:
             if connection in self._busy:
                 self._serve(connection, 0)
         if deadline is not None:
             now = time.monotonic()
             if deadline <= now:
-                self._node.tick(now)
+                self._member.tick(now)
                 self._drop_stalled(now)
+        self._member.settle(time.monotonic())
         self._send_outcomes()
 
     def _next_deadline(self) -> float | None:
-        deadline = self._node.next_deadline()
+        deadline = self._member.next_deadline()
         if not self._sending:
             return deadline
         stalled = min(c.stalled_since for c in self._sending) + self._stall_s
@@ -219,13 +234,13 @@ class DockServer:
         self._sending.pop(connection, None)
         now = time.monotonic()
         for key in connection.parked:
-            self._node.cancel(key)
+            self._member.cancel(key)
             _, header = self._callers.pop(key, (None, None))
             if header is not None:
                 self._waiting.pop((header.client, header.request), None)
         for answer in connection.abandon():
-            self._node.unpin(answer, now)
-        self._node.connection_lost(connection, now)
+            self._member.unpin(answer, now)
+        self._member.connection_lost(connection, now)
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -248,32 +263,28 @@ class DockServer:
         if header.bulk_bytes and not landed:
             if verb not in _WITH_BULK:
                 raise WireError(f"{verb.name} carries no bulk")
-            views = self._node.store.landing(connection, message.whole("reservation"), header.bulk_bytes)
+            views = self._member.node.store.landing(connection, message.whole("reservation"), header.bulk_bytes)
             connection.land(call, views)
             self._dispatch_next(connection)
             return
         identity = (header.client, header.request)
-        repeated = self._answers.get(identity) if verb not in _NOT_REMEMBERED else None
+        repeated = self._member.answers.get(identity)
         if repeated is not None:
             if isinstance(message.get("reservation"), int):
-                self._node.store.cancel_of(connection, message["reservation"])
+                self._member.node.store.cancel_of(connection, message["reservation"])
             self._send(connection, repeated)
             return
         if identity in self._waiting:  # asked again before the loss of the first connection was noticed
             self._close(self._waiting[identity])
         key = (connection, header.request)
-        try:
-            reply = self._node.handle(verb, message, connection, key, time.monotonic())
-        except WireError:
-            raise
-        except AsyncFlowError as error:
-            self._answer(connection, header, error)
+        outcome = self._member.handle(
+            verb, message, connection, key, header.client, header.request, time.monotonic()
+        )
+        self._send_outcomes()  # those who wait for these rows come before the one who brought them
+        if outcome is not None:
+            self._answer(connection, header, outcome)
         else:
-            self._send_outcomes()  # those who wait for these rows come before the one who brought them
-            if reply is not None:
-                self._answer(connection, header, reply)
-            else:
-                self._park(connection, key, header)
+            self._park(connection, key, header)
 
     def _park(self, connection: Connection, key: object, header: Header) -> None:
         if len(connection.parked) >= _MOST_PARKED:
@@ -288,46 +299,33 @@ class DockServer:
         if not wire.knows_secret(self._secret, connection.challenge, shown):
             raise WireError("wrong secret")
         connection.trusted = True
-        hello = _hello(self._node.schema, self._arena, self._node.pair)
+        hello = _hello(self._member, self._arena)
         self._send(connection, wire.frame(header.verb, 0, header.client, header.request, hello))
 
-    def _answer(self, connection: Connection, header: Header, reply: dict | Answer | AsyncFlowError) -> None:
-        verb, client, request = header.verb, header.client, header.request
-        if isinstance(reply, dict):
-            self._send(connection, self._remember(verb, client, request, reply))
+    def _answer(self, connection: Connection, header: Header, outcome: Outcome) -> None:
+        if isinstance(outcome, bytes):
+            self._send(connection, outcome)
             return
-        if isinstance(reply, Answer):
-            if verb not in _NOT_REMEMBERED:
-                self._remember(verb, client, request, reply.body)
-            bulk = reply.stream.nbytes if reply.stream is not None else 0
+        verb, client, request = header.verb, header.client, header.request
+        if isinstance(outcome, Answer):
+            bulk = outcome.stream.nbytes if outcome.stream is not None else 0
             try:
-                whole = wire.frame(verb, 0, client, request, reply.body | reply.extra, bulk)
+                whole = wire.frame(verb, 0, client, request, outcome.body | outcome.extra, bulk)
             except WireError as large:
-                reply = DockError(str(large))
+                outcome = DockError(str(large))
             else:
                 if bulk:
-                    self._node.pin(reply)
-                    connection.send_values(whole, reply, self._arena.memory)
+                    self._member.node.pin(outcome)
+                    connection.send_values(whole, outcome, self._arena.memory)
                     self._flush(connection)
                 else:
                     self._send(connection, whole)
                 return
-        self._send(
-            connection, wire.frame(verb, 1, client, request, {"error": type(reply).__name__, "text": str(reply)})
-        )
-
-    def _remember(self, verb: int, client: int, request: int, body: dict) -> bytes:
-        """The frame of an answer, kept for the case that its caller asks again."""
-        frame = wire.frame(verb, 0, client, request, body)
-        if verb not in _NOT_REMEMBERED:
-            self._answers[(client, request)] = frame
-            self._answer_bytes += len(frame)
-            while len(self._answers) > _REMEMBERED or self._answer_bytes > _REMEMBERED_BYTES:
-                self._answer_bytes -= len(self._answers.popitem(last=False)[1])
-        return frame
+        error = {"error": type(outcome).__name__, "text": str(outcome)}
+        self._send(connection, wire.frame(verb, 1, client, request, error))
 
     def _send_outcomes(self) -> None:
-        while outcomes := self._node.take_outcomes():
+        while outcomes := self._member.take_outcomes():
             for key, reply in outcomes:
                 connection, header = self._callers.pop(key, (None, None))
                 if connection is None or header is None:  # its connection was lost in this very turn
@@ -335,6 +333,22 @@ class DockServer:
                 connection.parked.discard(key)
                 self._waiting.pop((header.client, header.request), None)
                 self._answer(connection, header, reply)
+
+    # -- links to other pairs, see `Watcher` -------------------------------------------------------------------------
+
+    def watch_link(self, link: Link, writing: bool) -> None:
+        events = _IN | _OUT if writing else _IN
+        if link.fd in self._links:
+            self._poll.modify(link.fd, events)
+        else:
+            self._links[link.fd] = link
+            self._poll.register(link.fd, events)
+
+    def unwatch_link(self, link: Link) -> None:
+        del self._links[link.fd]
+        self._poll.unregister(link.fd)
+
+    # -- frames out ------------------------------------------------------------------------------------------------
 
     def _send(self, connection: Connection, frame: bytes) -> None:
         """Sends an answer, now if it can; a client that is gone is closed."""
@@ -350,18 +364,20 @@ class DockServer:
         """Sends what can be sent in one step; a client that is gone is closed."""
         try:
             for answer in connection.flush():
-                self._node.unpin(answer, time.monotonic())
+                self._member.unpin(answer, time.monotonic())
         except OSError:
             self._close(connection)
             return
         self._watch(connection)
 
 
-def _hello(schema: Schema, arena: Arena, pair: int) -> dict:
+def _hello(member: Member, arena: Arena) -> dict:
+    schema = member.node.schema
     return {
         "columns": [[c.name, c.dtype, c.kind, c.shared, c.tokens, list(c.shape)] for c in schema.columns.values()],
         "tasks": [[t.name, list(t.columns)] for t in schema.tasks.values()],
-        "pair": pair,
+        "pair": member.node.pair,
+        "addresses": member.peers.addresses,
         "arena_path": arena.path,
         "arena_bytes": len(arena.bytes),
         "arena_token": np.frombuffer(arena.token, np.uint8),

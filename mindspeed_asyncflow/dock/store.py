@@ -8,7 +8,7 @@ few, they lie in the frame itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +54,11 @@ class _Reservation:
     put: bool
     total: int
 
+    def spans(self) -> np.ndarray:
+        """Begins and ends in bytes, int64 [n, 2]."""
+        ends = [o + int(self.lengths[i][a:b].sum()) * self.parts[i].itemsize for i, a, b, o in self.pieces]
+        return np.array([(piece[3], end) for piece, end in zip(self.pieces, ends)], np.int64).reshape(-1, 2)
+
 
 @dataclass(slots=True)
 class Outgoing:
@@ -64,10 +69,11 @@ class Outgoing:
 
 
 class Store:
-    def __init__(self, schema: Schema, warehouse: Warehouse, max_rows: int) -> None:
+    def __init__(self, schema: Schema, warehouse: Warehouse, max_rows: int, first: int = 1) -> None:
         self.schema, self.warehouse, self.max_rows = schema, warehouse, max_rows
         self._reserved: dict[int, _Reservation] = {}
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(first)
+        self.journal: Callable[[str, dict], None] | None = None
 
     # -- room ------------------------------------------------------------------------------------------------------
 
@@ -84,7 +90,9 @@ class Store:
         pieces = self._room(parts, lengths, put)
         number = next(self._numbers)
         total = sum(int(n.sum()) * p.itemsize for p, n in zip(parts, lengths))
-        self._reserved[number] = _Reservation(owner, columns, parts, lengths, pieces, put, total)
+        kept = self._reserved[number] = _Reservation(owner, columns, parts, lengths, pieces, put, total)
+        if self.journal is not None:
+            self.journal("reserve", {"number": number, "spans": kept.spans().reshape(-1)})
         return {"reservation": number, "pieces": np.array(pieces, np.int64).reshape(-1)}
 
     def _room(self, parts: Sequence[Part], lengths: Sequence[np.ndarray], put: bool) -> list[Piece]:
@@ -101,6 +109,7 @@ class Store:
         """Gives back what was reserved and is not going to be used."""
         kept = self._reserved.pop(number, None)
         if kept is not None:
+            self._unreserved(number)
             self.warehouse.cancel(kept.pieces, kept.parts, kept.lengths)
 
     def cancel_of(self, owner: object, number: object = None) -> bool:
@@ -109,6 +118,14 @@ class Store:
         for each in mine:
             self.cancel(each)
         return bool(mine)
+
+    def reserved_spans(self) -> dict[int, np.ndarray]:
+        """Begins and ends in bytes of what clients may be writing now, by reservation; int64 [2n] each."""
+        return {number: kept.spans().reshape(-1) for number, kept in self._reserved.items()}
+
+    def _unreserved(self, number: int) -> None:
+        if self.journal is not None:
+            self.journal("unreserve", {"number": number})
 
     def landing(self, owner: object, number: int, nbytes: int) -> list[memoryview]:
         """Where the bulk of a call goes. Raises WireError when it was not reserved by `owner` in this size."""
@@ -159,6 +176,7 @@ class Store:
                 if len(lengths) != (shared_rows if part.shared else rows):
                     raise DockError(f"column {part.name!r} was reserved for {len(lengths)} rows")
             del self._reserved[number]
+            self._unreserved(number)
             return Values(kept.columns, kept.parts, kept.lengths, kept.pieces,
                           cell_offsets(kept.pieces, kept.parts, kept.lengths))  # fmt: skip
         columns = message.names("columns")

@@ -33,6 +33,11 @@ def unpack_handles(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return numbers >> PARTITION_BITS, numbers & ((1 << PARTITION_BITS) - 1), slots, rows & LAST_GENERATION
 
 
+def pair_numbers(rows: np.ndarray) -> np.ndarray:
+    """The pair of each handle; int64 [n]."""
+    return rows >> (PARTITION_BITS + NUMBER_SHIFT)
+
+
 def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The numbers of all spans [start, start + length), one after the other; int64 [sum of lengths]."""
     ends = np.cumsum(lengths)

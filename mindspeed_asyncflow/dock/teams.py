@@ -16,6 +16,7 @@ A round is forgotten when all ranks have it, or when the leases of its claims ar
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -36,21 +37,30 @@ def dealt(count: int, parts: int) -> list[np.ndarray]:
 def balanced(tokens: np.ndarray, parts: int) -> list[np.ndarray]:
     """Index arrays: counts as equal as possible, sums of `tokens` [n] close together. Never worse than `dealt`.
 
-    Longest first, `parts` units at a time: the longest of them to the part with the fewest tokens so far.
+    Longest first, each to the part with the fewest tokens that has room: one with a very long unit ends up with the
+    shortest others.
     """
     tokens = np.asarray(tokens, np.int64)
     order = np.argsort(-tokens, kind="stable")
-    loads = np.zeros(parts, np.int64)
-    owner = np.empty(len(tokens), np.int64)
-    for begin in range(0, len(order), parts):
-        units = order[begin : begin + parts]
-        lightest = np.argsort(loads, kind="stable")[: len(units)]
-        owner[units] = lightest
-        loads[lightest] += tokens[units]
+    least, longer = divmod(len(tokens), parts)  # `longer` parts hold one unit more
+    owner: list[int] = []
+    heap = [(0, part) for part in range(parts)]
+    counts = [0] * parts
+    for number in tokens[order].tolist():
+        while counts[heap[0][1]] > least or (counts[heap[0][1]] == least and not longer):
+            heapq.heappop(heap)
+        load, part = heap[0]
+        owner.append(part)
+        longer -= counts[part] == least
+        counts[part] += 1
+        heapq.heapreplace(heap, (load + number, part))
+    owners = np.empty(len(order), np.int64)
+    owners[order] = owner
+    loads = np.bincount(owners, weights=tokens, minlength=parts)
     turns = dealt(len(tokens), parts)
     if loads.max(initial=0) > max((int(tokens[turn].sum()) for turn in turns), default=0):
         return turns
-    return [np.flatnonzero(owner == part) for part in range(parts)]
+    return [np.flatnonzero(owners == part) for part in range(parts)]
 
 
 def divide(tokens: np.ndarray, units: np.ndarray, ranks: int, split: str) -> list[np.ndarray]:

@@ -9,7 +9,8 @@ count is kept for these alone. The work of a release depends on the cells releas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from mindspeed_asyncflow.dock.freelist import FreeList
 from mindspeed_asyncflow.dock.ragged import Ragged
 from mindspeed_asyncflow.errors import DockError, DockFull
 
+_ONE = np.uint8(1)  # of the type of the counts: another type is ten times slower
 Piece = tuple[int, int, int, int]  # place of the part in its call, first row, end row, byte offset; rows lie packed
 
 
@@ -38,6 +40,16 @@ def granules(nbytes: int) -> int:
 def layout_bytes(parts: Sequence[Part], lengths: Sequence[np.ndarray]) -> int:
     """What cells of these lengths (elements) take in the arena: each part is rounded up to whole granules."""
     return sum(granules(int(n.sum()) * part.itemsize) for part, n in zip(parts, lengths)) * GRANULE
+
+
+class Placed(NamedTuple):
+    """Cells of one part that are to be: where (slots), their byte offsets and lengths, and which of them (None: all)."""
+
+    name: str
+    index: np.ndarray
+    offsets: np.ndarray
+    lengths: np.ndarray
+    keep: np.ndarray | None = None
 
 
 class Cells:
@@ -139,19 +151,17 @@ class Warehouse:
 
     # -- cells -----------------------------------------------------------------------------------------------------
 
-    def place(
-        self, partition: int, name: str, index: np.ndarray, offsets: np.ndarray, lengths: np.ndarray,
-        keep: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
-        """Makes the reserved bytes at `offsets` the cells `index`; those with `keep` False are given back."""
-        part = self.parts[name]
-        first, last = self._span(offsets, lengths, part)
-        np.add.at(self._edges, first, 1)
-        np.add.at(self._edges, last[last > first], 1)
-        if keep is not None and not keep.all():
-            self._drop(offsets[~keep], lengths[~keep], part)
-            index, offsets, lengths = index[keep], offsets[keep], lengths[keep]
-        self.adopt(partition, name, index, offsets, lengths)
+    def place(self, partition: int, placed: Sequence[Placed]) -> None:
+        """Makes reserved bytes the cells of rows; those that are not kept are given back."""
+        sizes = [p.lengths * self.parts[p.name].itemsize for p in placed]
+        first, last = _span(_joined([p.offsets for p in placed]), _joined(sizes))
+        np.add.at(self._edges, first, _ONE)
+        np.add.at(self._edges, last[last > first], _ONE)
+        for (name, index, offsets, lengths, keep), nbytes in zip(placed, sizes):
+            if keep is not None and not keep.all():
+                self._drop(offsets[~keep], nbytes[~keep])
+                index, offsets, lengths = index[keep], offsets[keep], lengths[keep]
+            self.adopt(partition, name, index, offsets, lengths)
 
     def adopt(self, partition: int, name: str, index: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> None:
         """Notes where cells are, and nothing else: see `rebuild`."""
@@ -173,9 +183,9 @@ class Warehouse:
         change[0], change[1] = 1, -1
         for cells in self.cells.values():
             some = cells.lengths > 0
-            first, last = self._span(cells.offsets[some], cells.lengths[some], cells.part)
-            np.add.at(self._edges, first, 1)
-            np.add.at(self._edges, last[last > first], 1)
+            first, last = _span(cells.offsets[some], cells.lengths[some] * cells.part.itemsize)
+            np.add.at(self._edges, first, _ONE)
+            np.add.at(self._edges, last[last > first], _ONE)
             np.add.at(change, first, 1)
             np.add.at(change, last + 1, -1)
             self.payload_bytes += int(cells.lengths.sum()) * cells.part.itemsize
@@ -188,6 +198,11 @@ class Warehouse:
         self._free = FreeList(0, 0)
         self._free.give(starts, ends)
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def give(self, spans: np.ndarray) -> None:
+        """Frees what `rebuild` was told to keep: begins and ends in bytes, int64 [n, 2]."""
+        starts, ends = spans[:, 0] // GRANULE, -(-spans[:, 1] // GRANULE)
+        self._free.give(starts[ends > starts], ends[ends > starts])
 
     def locate(self, partition: int, name: str, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Byte offsets and lengths (elements) of cells that were placed."""
@@ -206,18 +221,28 @@ class Warehouse:
         """Cells as views into the arena."""
         return self.arena.ragged(self.parts[name], *self.locate(partition, name, index))
 
-    def release(self, partition: int, name: str, index: np.ndarray) -> None:
-        """Frees cells; an index without a cell is skipped."""
-        cells = self.cells.get((partition, name))
-        if cells is None or not len(index):
-            return
-        if int(index.max()) >= len(cells.offsets):
-            index = index[index < len(cells.offsets)]
-        offsets, lengths = cells.offsets[index], cells.lengths[index]
-        cells.offsets[index] = 0
-        cells.lengths[index] = 0
-        self.payload_bytes -= int(lengths.sum()) * cells.part.itemsize
-        self._drop(offsets, lengths, cells.part)
+    def release(self, partition: int, indexes: Mapping[str, np.ndarray]) -> None:
+        """Frees cells by part; an index without a cell is skipped."""
+        offsets, sizes = [], []
+        for name, index in indexes.items():
+            cells = self.cells.get((partition, name))
+            if cells is None or not len(index):
+                continue
+            if int(index.max()) >= len(cells.offsets):
+                index = index[index < len(cells.offsets)]
+            nbytes = cells.lengths[index] * cells.part.itemsize
+            offsets.append(cells.offsets[index])
+            sizes.append(nbytes)
+            cells.offsets[index] = 0
+            cells.lengths[index] = 0
+        if sizes:
+            joined = _joined(sizes)
+            self.payload_bytes -= int(joined.sum())
+            self._drop(_joined(offsets), joined)
+
+    def release_rows(self, partition: int, slots: np.ndarray, groups: np.ndarray) -> None:
+        """Frees all cells of rows, and the shared ones of groups."""
+        self.release(partition, {p.name: groups if p.shared else slots for p in self.parts.values()})
 
     def _table(self, partition: int, name: str) -> Cells:
         key = (partition, name)
@@ -228,25 +253,31 @@ class Warehouse:
             found = self.cells[key] = Cells(self.parts[name])
         return found
 
-    @staticmethod
-    def _span(offsets: np.ndarray, lengths: np.ndarray, part: Part) -> tuple[np.ndarray, np.ndarray]:
-        """First and last granule of each cell that has bytes."""
-        if not lengths.all():
-            some = lengths > 0
-            offsets, lengths = offsets[some], lengths[some]
-        return offsets // GRANULE, (offsets + (lengths * part.itemsize - 1)) // GRANULE
-
-    def _drop(self, offsets: np.ndarray, lengths: np.ndarray, part: Part) -> None:
-        first, last = self._span(offsets, lengths, part)
+    def _drop(self, offsets: np.ndarray, sizes: np.ndarray) -> None:
+        """Cells of `sizes` bytes leave: granules that nobody else touches are free."""
+        first, last = _span(offsets, sizes)
         if not len(first):
             return
-        np.subtract.at(self._edges, first, 1)
-        np.subtract.at(self._edges, last[last > first], 1)
+        np.subtract.at(self._edges, first, _ONE)
+        np.subtract.at(self._edges, last[last > first], _ONE)
         edges = np.concatenate((first, last))
-        edges = edges[self._edges[edges] == 0]
-        dead = np.unique(edges)
+        dead = np.sort(edges[self._edges[edges] == 0])
+        if len(dead) > 1:  # each once
+            dead = dead[np.concatenate(([True], dead[1:] != dead[:-1]))]
         inner = last > first + 1
         self._free.give(np.concatenate((dead, first[inner] + 1)), np.concatenate((dead + 1, last[inner])))
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays) if arrays else np.empty(0, np.int64)
+
+
+def _span(offsets: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First and last granule of each cell that has bytes."""
+    if not sizes.all():
+        some = sizes > 0
+        offsets, sizes = offsets[some], sizes[some]
+    return offsets // GRANULE, (offsets + (sizes - 1)) // GRANULE
 
 
 def cell_offsets(pieces: Sequence[Piece], parts: Sequence[Part], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -96,6 +96,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def dock(self) -> Path:
+        """Addresses and secret of the dock while the run is on, readable by its owner only."""
+        return self.path / "dock.json"
+
+    @property
     def log(self) -> Path:
         """Full log of all processes."""
         return self.path / "log.txt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -53,12 +54,10 @@ class Session:
         """Start every worker at the same time; an error names the ones that did not come up."""
         config, secret = self.config, secrets.token_bytes(16)
         say("starting dock")
-        node = self._spawn("dock")
-        await self._in_time({"dock": node.build(wiring.build_dock, config, secret, shm_path("arena"))})
-        address = await self._within(node.get("address"), "dock to name its address")
-        self.dock = DockClient(address, secret, config.dock.wait_s)
+        addresses = await self._start_dock(secret)
+        self.dock = DockClient(addresses, secret, config.dock.wait_s)
         spec = wiring.WorkerSpec(
-            config, self.model_folder, self.stop_ids, address, secret, str(self.folder.trace), str(self.folder.log)
+            config, self.model_folder, self.stop_ids, addresses, secret, str(self.folder.trace), str(self.folder.log)
         )
         say(
             f"starting {config.trainer.world_size} trainer rank(s), {config.rollout.replicas} rollout replica(s) "
@@ -82,6 +81,21 @@ class Session:
         starting["scorer"] = self.scorer.build(wiring.build_scorer, spec)
         await self._in_time(starting)
         self.sync = WeightSync(self.rollouts, config.model.dtype)
+
+    async def _start_dock(self, secret: bytes) -> list[str]:
+        """Addresses of the pairs, also left in the run folder for `asyncflow dock`."""
+        names = [f"dock{i}" for i in range(self.config.dock.pairs)]
+        pairs = {name: self._spawn(name) for name in names}
+        await self._in_time(
+            {
+                name: pair.build(wiring.build_pair, self.config, secret, i, shm_path(f"arena{i}"))
+                for i, (name, pair) in enumerate(pairs.items())
+            }
+        )
+        found = [await self._within(pair.get("address"), f"{name} to name its address") for name, pair in pairs.items()]
+        self.folder.dock.touch(mode=0o600)
+        self.folder.dock.write_text(json.dumps({"addresses": found, "secret": secret.hex()}), encoding="utf-8")
+        return found
 
     def _spawn(self, name: str, resources: dict[str, float] | None = None, concurrency: int = 1) -> Remote:
         worker = spawn(name, resources=resources or {}, concurrency=concurrency)
@@ -204,6 +218,7 @@ class Session:
 
     def kill(self) -> None:
         """End the processes of all workers now."""
+        self.folder.dock.unlink(missing_ok=True)
         for worker in self.workers:
             worker.kill()
 

@@ -30,7 +30,7 @@ class WorkerSpec:
     config: Config
     model_folder: str
     stop_ids: tuple[int, ...]
-    dock_address: str
+    dock_addresses: list[str]
     dock_secret: bytes
     trace_folder: str
     log_file: str
@@ -47,7 +47,7 @@ def _enter(spec: WorkerSpec, name: str) -> Tracer:
 
 
 def _dock(spec: WorkerSpec) -> DockClient:
-    return DockClient(spec.dock_address, spec.dock_secret, spec.config.dock.wait_s)
+    return DockClient(spec.dock_addresses, spec.dock_secret, spec.config.dock.wait_s)
 
 
 def _engine_arguments(spec: WorkerSpec) -> dict[str, Any]:
@@ -177,15 +177,17 @@ def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay_path: str
     )
 
 
-def build_dock(config: Config, secret: bytes, arena_path: str) -> DockServer:
-    """The controller/warehouse pair of one node."""
+def build_pair(config: Config, secret: bytes, pair: int, arena_path: str) -> DockServer:
+    """Controller/warehouse pair number `pair`."""
     return DockServer(
         GRPO_COLUMNS,
         grpo_tasks(with_reference=config.algorithm.kl_coef > 0),
         arena_mb=config.dock.arena_mb,
         lease_s=config.dock.lease_s,
         host="127.0.0.1",
-        port=config.dock.port,
+        port=config.dock.port + pair if config.dock.port else 0,
         secret=secret,
+        pair=pair,
+        max_rows=config.dock.max_rows,
         arena_path=arena_path,
     ).start()

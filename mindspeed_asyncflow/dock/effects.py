@@ -1,0 +1,106 @@
+"""What a pair's journal says of its state: one effect per change, and the whole state as effects.
+
+Slots are rows of a partition; of shared columns the cells are named by group id, since group slots change at a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mindspeed_asyncflow.dock.controller import Controller
+from mindspeed_asyncflow.dock.journal import Effect
+from mindspeed_asyncflow.dock.partition import Partition
+from mindspeed_asyncflow.dock.queue import DONE
+from mindspeed_asyncflow.dock.store import Values
+from mindspeed_asyncflow.dock.warehouse import Warehouse
+
+
+def put_effect(
+    part: Partition, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray, slots: np.ndarray, ready: np.int64 | int,
+    now: float,
+    versions: tuple[np.ndarray, np.ndarray] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Fields of the effect "put"."""
+    rows = part.rows
+    span = {} if versions is None else {"version_min": versions[0], "version_max": versions[1]}
+    return span | {
+        "partition": part.name, "number": part.number, "ids": ids, "sizes": sizes, "counts": counts,
+        "members": rows.member[slots], "slots": slots, "generations": rows.generation[slots], "ready": int(ready),
+        "tokens": rows.tokens[slots], "born": now,
+    }  # fmt: skip
+
+
+def write_effect(part: Partition, slots: np.ndarray, written: np.int64 | int) -> dict[str, Any]:
+    """Fields of the effect "write"."""
+    rows = part.rows
+    return {
+        "partition": part.name, "slots": slots, "written": int(written), "tokens": rows.tokens[slots],
+        "version_min": rows.version_min[slots], "version_max": rows.version_max[slots],
+    }  # fmt: skip
+
+
+def cell_fields(
+    part: Partition, values: Values, slots: np.ndarray, groups: np.ndarray | None, keep: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """Where the cells of a put or write are; `keep`: which of a part were kept, where not all were."""
+    found: dict[str, Any] = {"parts": []}
+    for cell, offsets, lengths in zip(values.parts, values.offsets, values.lengths):
+        index = part.groups.id[groups] if cell.shared and groups is not None else slots
+        if cell.name in keep:
+            kept = keep[cell.name]
+            index, offsets, lengths = index[kept], offsets[kept], lengths[kept]
+        _add_cells(found, cell.name, cell.shared, index, offsets, lengths)
+    return found
+
+
+def _add_cells(
+    found: dict[str, Any], name: str, shared: bool, index: np.ndarray, offsets: np.ndarray, lengths: np.ndarray
+) -> None:
+    n = len(found["parts"])
+    found["parts"].append([name, shared])
+    found |= {f"index{n}": index, f"offsets{n}": offsets, f"lengths{n}": lengths}
+
+
+def describe_state(control: Controller, house: Warehouse) -> Iterator[Effect]:
+    """Effects that lead to the present state, without its claims."""
+    for task in control.schema.tasks.values():
+        yield "task", {"name": task.name, "columns": list(task.columns)}
+    yield "drops", {"counts": dict(control.drops)}
+    for part in control.partitions.values():
+        if not part.closing:
+            yield from _describe_partition(part, house)
+
+
+def _describe_partition(part: Partition, house: Warehouse) -> Iterator[Effect]:
+    rows, table = part.rows, part.groups
+    yield "partition", {"partition": part.name, "number": part.number, "generation": rows.generation}
+    groups = table.live()
+    groups = groups[np.argsort(table.seq[groups])]
+    slots = part.members(groups) if len(groups) else np.empty(0, np.int64)
+    if len(slots):
+        counts = np.bincount(rows.group[slots], minlength=table.capacity)[groups]
+        groups, counts = groups[counts > 0], counts[counts > 0]
+        yield (
+            "put",
+            put_effect(part, table.id[groups], table.size[groups], counts, slots, 0, 0.0)
+            | {"born_each": rows.born[slots]},
+        )
+        cells: dict[str, Any] = {"partition": part.name, "parts": []}
+        for (number, name), table_of in house.cells.items():
+            if number == part.number:
+                shared = table_of.part.shared
+                index = groups if shared else slots
+                index = index[index < len(table_of.offsets)]
+                ids = table.id[index] if shared else index
+                _add_cells(cells, name, shared, ids, table_of.offsets[index], table_of.lengths[index])
+        yield "cells", cells
+        ready = rows.ready[slots]
+        for mask in np.unique(ready).tolist():
+            yield "write", write_effect(part, slots[ready == mask], mask)
+        for task, queue in part.queues.items():
+            yield "done", {"partition": part.name, "task": task, "slots": slots[queue.states(slots) == DONE]}
+    if part.sealed:
+        yield "seal", {"partition": part.name}

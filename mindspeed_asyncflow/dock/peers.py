@@ -1,0 +1,266 @@
+"""What the pairs of a dock do for each other: serve each other's waiting consumers, and remember each other's groups.
+
+A claim is always asked of one pair. When that pair has nothing, it asks all others on behalf of the waiting request;
+the first grant answers it, the other asks are called off, and a grant that comes too late is given back at once. A
+stream has ended for a consumer when every pair says so. Each pair tells the next one in the ring which groups it
+holds, before the producer gets its answer: when a pair is lost with its node, that one can name them.
+
+No pair decides for another and none sees another's rows: what travels is one claim, one grant, and group ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mindspeed_asyncflow.dock.link import Link, Reply, Watcher
+from mindspeed_asyncflow.dock.wire import Message, Verb
+from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError
+
+MIRROR_S = 1.0  # a put waits at most this long for the next pair to note its groups
+Answer = Callable[[object, Callable[..., int] | None, Reply | dict[str, Any]], None]  # key, way to the pair, reply
+
+
+@dataclass(slots=True)
+class _Ask:
+    """One waiting request and what the other pairs were asked for it."""
+
+    message: Mapping[str, Any]
+    deadline: float
+    requests: dict[int, int] = field(default_factory=dict)  # pair -> request number of the claim there
+    ended: set[int] = field(default_factory=set)  # pairs where the stream has ended for this consumer
+    ended_here: dict[str, Any] | None = None  # the answer of this pair, once its stream has ended
+
+
+@dataclass(slots=True)
+class PeerCounters:
+    """Since the start of the pair."""
+
+    steals: int = 0  # claims of consumers here that another pair served
+    steals_returned: int = 0  # grants of another pair that came too late
+    unmirrored_puts: int = 0  # answered without the note of the next pair
+    stolen_rows: int = 0
+
+
+class Peers:
+    """`cancel(key)` takes a parked claim out of this pair's controller; `answer(key, reply)` answers its caller."""
+
+    def __init__(
+        self, secret: bytes, watcher: Watcher, cancel: Callable[[object], None], answer: Answer,
+        groups: Callable[[], dict[str, np.ndarray]],
+    ) -> None:  # fmt: skip
+        self._secret, self._watcher = secret, watcher
+        self._cancel, self._answer, self._groups = cancel, answer, groups
+        self.index = 0
+        self.addresses: list[str] = []
+        self.links: dict[int, Link] = {}
+        self.counters = PeerCounters()
+        self._asks: dict[object, _Ask] = {}
+        self._noted: dict[int, dict[str, set[int]]] = {}  # pair -> partition -> group ids that it holds
+        self._unnoted: dict[object, tuple[float, int, Callable[[], None]]] = {}  # puts that wait for the note
+        self._synced = False  # the next pair in the ring knows all groups of this one
+
+    # -- who is there ----------------------------------------------------------------------------------------------
+
+    def join(self, index: int, addresses: Sequence[str]) -> None:
+        """This is pair `index` of `addresses`. Saying the same again changes nothing."""
+        if self.addresses:
+            if (index, list(addresses)) != (self.index, self.addresses):
+                raise DockError(f"this pair is number {self.index} of {self.addresses} already")
+            return
+        self.index, self.addresses = index, list(addresses)
+        for number, address in enumerate(addresses):
+            if number != index:
+                self.links[number] = Link(number, address, self._secret, self._watcher, self._changed)
+
+    def forget(self, number: int) -> None:
+        """Pair `number` is lost for good: nobody waits for it any more."""
+        link = self.links.pop(number, None)
+        if link is None:
+            return
+        was_next = self._next is link or self._next is None
+        link.close()
+        if was_next:
+            self._synced = False
+            self._sync()
+        for key in list(self._asks):
+            self._look_for_end(key)
+
+    @property
+    def _next(self) -> Link | None:
+        """The pair after this one in the ring that is not forgotten."""
+        order = sorted(self.links, key=lambda n: (n - self.index) % len(self.addresses))
+        return self.links[order[0]] if order else None
+
+    def _changed(self, link: Link) -> None:
+        if link is self._next:
+            self._synced = False
+            self._sync()
+        if link.up:
+            for key in list(self._asks):
+                self._ask(key, link)
+        else:
+            for ask in self._asks.values():
+                ask.requests.pop(link.number, None)
+
+    # -- claims ----------------------------------------------------------------------------------------------------
+
+    def parked(self, key: object, message: Mapping[str, Any], deadline: float) -> None:
+        """This pair cannot serve a claim yet: `message` is asked of the others."""
+        self._asks[key] = _Ask(message, deadline)
+        for link in list(self.links.values()):
+            self._ask(key, link)
+
+    def answered(self, key: object) -> None:
+        """The request was served here, or its asker is gone: call off what others were asked for it."""
+        ask = self._asks.pop(key, None)
+        if ask is not None:
+            self._call_off(ask)
+
+    def hold_end(self, key: object, message: Mapping[str, Any], reply: dict[str, Any], deadline: float) -> bool:
+        """The stream has ended here; True: the answer is kept until it has ended at all pairs."""
+        if key not in self._asks:
+            self.parked(key, message, deadline)
+        self._asks[key].ended_here = reply
+        return not self._look_for_end(key, answer=False)
+
+    def _ask(self, key: object, link: Link) -> None:
+        ask = self._asks[key]
+        if not link.up or link.number in ask.requests:
+            return
+        message = dict(ask.message) | {"timeout_s": max(ask.deadline - self.now, 0.0) + 1.0}
+        ask.requests[link.number] = link.call(
+            Verb.CLAIM, message, lambda reply: self._granted(key, link, message, reply)
+        )
+
+    def _granted(self, key: object, link: Link, message: Mapping[str, Any], reply: Reply) -> None:
+        ask = self._asks.get(key)
+        if isinstance(reply, AsyncFlowError):
+            if ask is not None:
+                ask.requests.pop(link.number, None)
+            return
+        rows = reply.matrix("grant", 6)
+        if ask is None:
+            self._give_back(link, message, reply, rows[0])
+            return
+        ask.requests.pop(link.number, None)
+        if reply.flag("sealed") and not rows.shape[1] and not reply["dropped_groups"]:
+            ask.ended.add(link.number)
+            self._look_for_end(key)
+            return
+        self.counters.steals += 1
+        self.counters.stolen_rows += rows.shape[1]
+        del self._asks[key]
+        self._call_off(ask)
+        self._cancel(key)
+        self._answer(key, link.call, reply)
+
+    def _give_back(self, link: Link, message: Mapping[str, Any], reply: Message, rows: np.ndarray) -> None:
+        if len(rows):
+            self.counters.steals_returned += 1
+            link.call(Verb.RELEASE, {"claim_id": reply.whole("claim_id"), "rows": np.ascontiguousarray(rows)})
+
+    def _call_off(self, ask: _Ask) -> None:
+        for number, request in ask.requests.items():
+            link = self.links.get(number)
+            if link is not None and link.up:
+                link.call(Verb.CANCEL, {"request": request})  # the claim's own callback gives back what comes late
+
+    def _look_for_end(self, key: object, answer: bool = True) -> bool:
+        """Whether the stream of a request has ended everywhere; then it is answered so."""
+        ask = self._asks[key]
+        if ask.ended_here is None or not set(self.links) <= ask.ended:
+            return False
+        reply = ask.ended_here
+        del self._asks[key]
+        if answer:
+            self._answer(key, None, reply)
+        return True
+
+    # -- groups ----------------------------------------------------------------------------------------------------
+
+    def note(self, partition: str, ids: np.ndarray, then: Callable[[], None]) -> bool:
+        """Groups were put here: the next pair notes them, then `then` runs. False: there is nobody to wait for."""
+        link = self._next
+        if link is None or not link.up or not self._synced:
+            self.counters.unmirrored_puts += bool(self.links)
+            return False
+        token = object()
+        message = {"from": self.index, "partition": partition, "put": ids, "whole": False}
+        request = link.call(Verb.MIRROR, message, lambda reply: self._noted_by(token))
+        self._unnoted[token] = (self.now + MIRROR_S, request, then)
+        return True
+
+    def note_gone(self, partition: str, ids: np.ndarray) -> None:
+        """Groups have left this pair."""
+        link = self._next
+        if link is not None and link.up and self._synced:
+            link.call(Verb.MIRROR, {"from": self.index, "partition": partition, "gone": ids, "whole": False})
+
+    def mirror(self, message: Message) -> None:
+        """Another pair says which groups it holds."""
+        known = self._noted.setdefault(message.whole("from"), {})
+        if message.flag("whole"):
+            known.clear()
+        if "partition" not in message:
+            return
+        ids = known.setdefault(message.text("partition"), set())
+        put, gone = message.optional_ints("put"), message.optional_ints("gone")
+        if put is not None:
+            ids.update(put.tolist())
+        if gone is not None:
+            ids.difference_update(gone.tolist())
+
+    def groups_of(self, number: int) -> dict[str, np.ndarray]:
+        """Group ids by partition that pair `number` held when it was last heard of. Raises DockError: never heard."""
+        if number not in self._noted:
+            raise DockError(f"pair {self.index} has never heard which groups pair {number} holds; ask the one after it")
+        return {name: np.array(sorted(ids), np.int64) for name, ids in self._noted[number].items() if ids}
+
+    def _noted_by(self, token: object) -> None:
+        waiting = self._unnoted.pop(token, None)
+        if waiting is not None:
+            waiting[2]()
+
+    def _sync(self) -> None:
+        """Tells a new neighbour everything."""
+        link = self._next
+        if link is None or not link.up:
+            for token in list(self._unnoted):
+                self._noted_by(token)
+            return
+        link.call(Verb.MIRROR, {"from": self.index, "whole": True})
+        for partition, ids in self._groups().items():
+            link.call(Verb.MIRROR, {"from": self.index, "partition": partition, "put": ids, "whole": False})
+        self._synced = True
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    now = 0.0
+
+    def tick(self, now: float) -> None:
+        self.now = now
+        for link in self.links.values():
+            link.attempt(now)
+        for token in [t for t, (deadline, _, _) in self._unnoted.items() if deadline <= now]:
+            self.counters.unmirrored_puts += 1
+            self._noted_by(token)
+        for key, ask in [(k, a) for k, a in self._asks.items() if a.ended_here is not None and a.deadline <= now]:
+            del self._asks[key]
+            self._call_off(ask)
+            missing = [f"{n} ({self.addresses[n]})" for n in sorted(set(self.links) - ask.ended)]
+            self._answer(key, None, DeadlineExceeded(f"pair {self.index} has nothing more for this stream, but pairs "
+                                               f"{', '.join(missing)} have not ended or do not answer"))  # fmt: skip
+
+    def next_deadline(self) -> float | None:
+        times = [link.next_attempt for link in self.links.values() if link.down]
+        times += [deadline for deadline, _, _ in self._unnoted.values()]
+        times += [ask.deadline for ask in self._asks.values() if ask.ended_here is not None]
+        return min(times, default=None)
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()

@@ -1,0 +1,138 @@
+"""A pair from the effects in its journal: what a restart does before it serves anybody.
+
+What comes back: rows with their handles, cells, groups, versions, which tasks are done with what, sealed partitions,
+tasks added at run time, and the answers to the newest calls. Claims do not: their rows are offered again, and a result
+that still comes under an old claim is refused as late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mindspeed_asyncflow.dock.columns import TaskSpec
+from mindspeed_asyncflow.dock.controller import Controller
+from mindspeed_asyncflow.dock.journal import Effect
+from mindspeed_asyncflow.dock.partition import Partition
+from mindspeed_asyncflow.dock.warehouse import Warehouse
+from mindspeed_asyncflow.errors import DockError
+
+KINDS = (
+    "boot", "join", "task", "drops", "partition", "put", "write", "cells", "done", "reset", "leave", "seal", "close",
+    "reserve", "unreserve", "answer",
+)  # fmt: skip
+
+
+class Rebuild:
+    """Applies effects to an empty controller and warehouse. `answers`: (client, request) -> frame, oldest first."""
+
+    def __init__(self, control: Controller, house: Warehouse, now: float) -> None:
+        self.control, self.house, self.now = control, house, now
+        self.answers: dict[tuple[int, int], bytes] = {}
+        self.reserved: dict[int, np.ndarray] = {}  # reservation -> begins and ends in bytes, [n, 2]
+        self.joined: dict[str, Any] = {}
+        self.boot = 0
+
+    def run(self, effects: Iterable[Effect]) -> None:
+        """All of them. Afterwards the warehouse knows what is free."""
+        self.control.frozen = True  # nobody is served from half a state
+        for kind, fields in effects:
+            if kind not in KINDS:
+                raise DockError(f"the dock journal holds an effect {kind!r}, which this version does not know")
+            getattr(self, f"_{kind}")(**fields)
+        self._settle()
+        self.house.rebuild(list(self.reserved.values()))
+        self.control.frozen = False
+
+    def _settle(self) -> None:
+        gone, self.control.departed = self.control.departed, []
+        for part, slots, groups in gone:
+            for cell in self.house.parts.values():
+                self.house.release(part.number, cell.name, groups if cell.shared else slots)
+
+    def _adopt(self, part: Partition, parts: Sequence[tuple[str, bool]], arrays: Mapping[str, np.ndarray]) -> None:
+        for n, (name, shared) in enumerate(parts):
+            index = arrays[f"index{n}"]
+            index = part.groups.lookup(index) if shared else index
+            self.house.adopt(part.number, name, index, arrays[f"offsets{n}"], arrays[f"lengths{n}"])
+
+    def _part(self, name: str) -> Partition:
+        return self.control.partitions[name]
+
+    # -- one method per kind of effect -----------------------------------------------------------------------------
+
+    def _boot(self, number: int) -> None:
+        self.boot = number
+
+    def _join(self, index: int, addresses: list[str]) -> None:
+        self.joined = {"index": index, "addresses": addresses}
+        self.control.set_pair(index)
+
+    def _task(self, name: str, columns: list[str]) -> None:
+        self.control.add_task(TaskSpec(name, tuple(columns)), self.now)
+
+    def _drops(self, counts: dict[str, int]) -> None:
+        self.control.drops.update(counts)
+
+    def _partition(self, partition: str, number: int, generation: np.ndarray) -> None:
+        part = self.control.open(partition, number)
+        part.rows.ensure(len(generation))
+        part.rows.generation[: len(generation)] = generation
+
+    def _put(
+        self, partition: str, number: int, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray, members: np.ndarray,
+        slots: np.ndarray, generations: np.ndarray, ready: int, tokens: np.ndarray, born: float,
+        parts: Sequence[tuple[str, bool]] = (), born_each: np.ndarray | None = None,
+        version_min: np.ndarray | None = None, version_max: np.ndarray | None = None, **cells: np.ndarray,
+    ) -> None:  # fmt: skip
+        part = self.control.open(partition, number)
+        mask, none = np.int64(ready), np.int64(0)
+        first = mask if version_min is None or version_max is None else none
+        self.control.put(part, ids, sizes, counts, members, first, tokens, born, slots, generations)
+        if version_min is not None and version_max is not None:
+            self.control.commit(part, slots, mask, None, (version_min, version_max), self.now)
+        if born_each is not None:
+            part.rows.born[slots] = born_each
+        self._adopt(part, parts, cells)
+
+    def _write(
+        self, partition: str, slots: np.ndarray, written: int, tokens: np.ndarray, version_min: np.ndarray,
+        version_max: np.ndarray, parts: Sequence[tuple[str, bool]] = (), **cells: np.ndarray,
+    ) -> None:  # fmt: skip
+        part = self._part(partition)
+        self._adopt(part, parts, cells)
+        self.control.commit(part, slots, np.int64(written), None, None, self.now)
+        part.rows.tokens[slots], part.rows.version_min[slots], part.rows.version_max[slots] = (
+            tokens, version_min, version_max,
+        )  # fmt: skip
+
+    def _cells(self, partition: str, parts: Sequence[tuple[str, bool]], **cells: np.ndarray) -> None:
+        self._adopt(self._part(partition), parts, cells)
+
+    def _done(self, partition: str, task: str, slots: np.ndarray) -> None:
+        self.control.finish(self._part(partition), task, slots, self.now)
+
+    def _reset(self, partition: str, task: str, slots: np.ndarray) -> None:
+        self.control.reset(self._part(partition), task, slots, self.now)
+
+    def _leave(self, partition: str, slots: np.ndarray) -> None:
+        self.control.free(self._part(partition), slots, self.now)
+        self._settle()
+
+    def _seal(self, partition: str) -> None:
+        self.control.seal(partition, self.now)
+
+    def _close(self, partition: str) -> None:
+        self.control.close(partition, self.now)
+        self._settle()
+
+    def _reserve(self, number: int, spans: np.ndarray) -> None:
+        self.reserved[number] = spans.reshape(-1, 2)
+
+    def _unreserve(self, number: int) -> None:
+        self.reserved.pop(number, None)
+
+    def _answer(self, client: int, request: int, frame: bytes) -> None:
+        self.answers[(client, request)] = frame

@@ -1,0 +1,64 @@
+"""Claims that another pair serves: what it is asked, and what becomes of its grant for a team."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mindspeed_asyncflow.dock.link import Reply
+from mindspeed_asyncflow.dock.node import DockNode
+from mindspeed_asyncflow.dock.partition import Grant
+from mindspeed_asyncflow.dock.teams import divide, part_of
+from mindspeed_asyncflow.dock.wire import Message, Verb
+from mindspeed_asyncflow.errors import AsyncFlowError
+
+Call = Callable[[Verb, dict[str, Any], Callable[[Reply], None]], Any]
+_LOCAL = ("key", "connection", "caller", "columns", "copy", "team", "rank", "ranks", "split")
+
+
+def for_peers(message: Message) -> dict[str, Any]:
+    """The claim that other pairs are asked for on behalf of `message`: of a team, its whole next round."""
+    asked = {name: value for name, value in message.items() if name not in _LOCAL}
+    team, shares = message.text("team"), 1
+    if team:
+        asked["worker"] = f"team {team}"
+        shares = message.whole("ranks") if message.text("split") != "same" else 1
+    return asked | {
+        "count": message.whole("count") * shares, "at_least": message.whole("at_least") * shares, "forwarded": True,
+        "columns": [], "copy": False, "team": "", "rank": 0, "ranks": 1, "split": "same",
+    }  # fmt: skip
+
+
+def as_shares(node: DockNode, message: Message, reply: Message | dict[str, Any], call: Call | None, now: float) -> None:
+    """A round of a team came from another pair: every rank gets its share of it.
+
+    `call` reaches the pair that granted it; None: the stream has ended everywhere.
+    """
+    matrix = reply["grant"]
+    whole = Grant(
+        reply["claim_id"], matrix[0], matrix[1], matrix[2].astype(np.int32), matrix[3].astype(np.int32),
+        matrix[4].astype(np.int32), matrix[5], [], reply["sealed"], reply["ready"],
+    )  # fmt: skip
+    key = (message.text("partition"), message.text("task"), message.text("team"))
+    ranks, split = message.whole("ranks"), message.text("split")
+    if split == "same" or not len(whole.rows) or call is None:
+        node.controller.offer_round(key, [whole] * ranks, now)
+        node.settle(now)
+        return
+    units = whole.rows if message.text("unit") == "rows" else whole.group_ids
+    index = divide(whole.tokens, units, ranks, split)
+
+    def divided(answer: Reply) -> None:
+        if isinstance(answer, AsyncFlowError):
+            return  # the pair is gone: the ranks wait on, until their deadlines
+        ids = answer.ints("claim_ids").tolist()
+        node.controller.offer_round(key, [part_of(whole, i, c) for i, c in zip(index, ids)], now)
+        node.settle(now)
+
+    call(Verb.DIVIDE, {
+        "claim_id": whole.claim_id, "rows": np.concatenate([whole.rows[i] for i in index]),
+        "counts": np.array([len(i) for i in index], np.int64),
+        "workers": [f"team {key[2]} rank {rank}" for rank in range(ranks)],
+    }, divided)  # fmt: skip
