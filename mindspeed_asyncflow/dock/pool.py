@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 
-_STEP = 1 << 16  # bytes: sizes are rounded up to whole steps, large ones to an eighth of their power of two
+_STEP = 1 << 12  # bytes: sizes are rounded up to whole steps, large ones to an eighth of their power of two
 
 
 class BufferPool:

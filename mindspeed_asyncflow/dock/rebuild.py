@@ -49,8 +49,7 @@ class Rebuild:
     def _settle(self) -> None:
         gone, self.control.departed = self.control.departed, []
         for part, slots, groups in gone:
-            for cell in self.house.parts.values():
-                self.house.release(part.number, cell.name, groups if cell.shared else slots)
+            self.house.release_rows(part.number, slots, groups)
 
     def _adopt(self, part: Partition, parts: Sequence[tuple[str, bool]], arrays: Mapping[str, np.ndarray]) -> None:
         for n, (name, shared) in enumerate(parts):

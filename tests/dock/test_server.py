@@ -168,7 +168,8 @@ def test_one_segment_serves_all_batches_and_is_gone_after_close(prompts):
     before = set(os.listdir("/dev/shm"))
     server = DockServer(GRPO_COLUMNS, grpo_tasks(False), arena_mb=1, secret=SECRET).start()
     try:
-        mine = {os.path.basename(server.arena_path)}
+        name = os.path.basename(server.arena_path)
+        mine = {name, f"{name}.journal"}
         with DockClient(server.address, SECRET) as client:
             for i in range(150):
                 rows = client.put_groups("train", prompts(2, size=2, first=2 * i, tokens=300))
@@ -181,7 +182,7 @@ def test_one_segment_serves_all_batches_and_is_gone_after_close(prompts):
     finally:
         server.close()
     server.close()
-    assert not os.path.exists(server.arena_path)
+    assert not mine & set(os.listdir("/dev/shm"))
     assert not [t for t in threading.enumerate() if t.name == "dock-server"]
 
 

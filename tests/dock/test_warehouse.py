@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mindspeed_asyncflow.dock.arena import GRANULE, Arena
 from mindspeed_asyncflow.dock.columns import ColumnSpec
 from mindspeed_asyncflow.dock.freelist import FreeList
-from mindspeed_asyncflow.dock.warehouse import Warehouse, cell_offsets
+from mindspeed_asyncflow.dock.warehouse import Placed, Warehouse, cell_offsets
 from mindspeed_asyncflow.errors import PlatformError
 
 COLUMNS = [ColumnSpec("ids", "int32", "ragged"), ColumnSpec("text", "uint8", "ragged"), ColumnSpec("score", "float64")]
@@ -45,7 +45,7 @@ def store(house: Warehouse, index: np.ndarray, lengths: dict[str, np.ndarray], k
             if j == i and last > first:
                 begin = int(ends[first] - column[first])
                 house.arena.room(offset, parts[i], int(ends[last - 1]) - begin)[:] = values[begin : ends[last - 1]]
-        house.place(0, name, index, where[i], column, keep)
+        house.place(0, [Placed(name, index, where[i], column, keep)])
         rows = np.split(values, ends[:-1])
         cells |= {(name, int(i)): v for i, v, k in zip(index, rows, keep) if k}
     return cells
@@ -72,16 +72,14 @@ def test_random_writes_and_releases_keep_every_live_cell_and_give_all_bytes_back
             free += index.tolist() if cells is None else index[~keep].tolist()
         elif live:
             gone = np.array(random_.sample(sorted({i for _, i in live}), random_.randint(1, len({i for _, i in live}))))
-            for column in COLUMNS:
-                house.release(0, column.name, gone)
+            house.release_rows(0, gone, gone[:0])
             live = {key: v for key, v in live.items() if key[1] not in set(gone.tolist())}
             free += gone.tolist()
         for (name, i), values in live.items():
             assert np.array_equal(house.read(0, name, np.array([i]))[0], values)
         assert house.payload_bytes == sum(v.nbytes for v in live.values())
         assert house.payload_bytes <= house.used_bytes
-    for column in COLUMNS:
-        house.release(0, column.name, np.array(sorted({i for _, i in live}), np.int64))
+    house.release_rows(0, np.array(sorted({i for _, i in live}), np.int64), np.empty(0, np.int64))
     assert house.used_bytes == house.payload_bytes == 0
     assert one_run(house, house.capacity_bytes) == GRANULE, "the free space is one run again"
 
@@ -92,7 +90,7 @@ def test_rows_carry_no_padding_in_the_arena(arena):
     store(house, np.arange(100), lengths, np.ones(100, bool), np.random.default_rng(0))
     assert house.payload_bytes == 700
     assert house.used_bytes == -(-700 // GRANULE) * GRANULE
-    house.release(0, "text", np.arange(99))
+    house.release(0, {"text": np.arange(99)})
     assert house.used_bytes == GRANULE, "released bytes are free although one row of the batch lives"
 
 
