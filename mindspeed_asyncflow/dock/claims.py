@@ -91,6 +91,8 @@ class Claims(ABC):
             self.waiting.park(request)
             if request.team:
                 self.teams.park(request)
+            if self._frozen_at is not None:
+                self.touched.add((request.partition, request.task))
         self.wake(now)
         return grant
 
@@ -137,10 +139,9 @@ class Claims(ABC):
         return claim
 
     def counters_of(self, task: str) -> TaskCounters:
-        found = self.counters.get(task)
-        if found is None:
-            found = self.counters[task] = TaskCounters()
-        return found
+        if task not in self.counters:
+            self.counters[task] = TaskCounters()
+        return self.counters[task]
 
     def _note_wait(self, request: ClaimRequest, now: float) -> None:
         waited = now - request.started
@@ -257,8 +258,9 @@ class Claims(ABC):
         claim = self.leases.get(claim_id, now)
         if slots is None:
             return claim, claim.slots
-        wrong = np.count_nonzero(self.partitions[claim.partition].queues[claim.task].holder(slots) != claim_id) \
-            if part is self.partitions[claim.partition] else len(slots)  # fmt: skip
+        wrong = len(slots)
+        if part is not None and part.name == claim.partition:
+            wrong = np.count_nonzero(part.queues[claim.task].holder(slots) != claim_id)
         if wrong:
             raise DockError(f"claim {claim_id} of task {claim.task!r} does not hold {wrong} of these rows")
         return claim, slots

@@ -22,11 +22,11 @@ SECRET = "a secret of this test"
 class Bench:
     """Controller on a clock of its own: columns a, b, c; task `first` reads a, `second` a and b, `third` c."""
 
-    def __init__(self, lease_s: float = 10.0) -> None:
+    def __init__(self, lease_s: float = 10.0, **how) -> None:
         columns = [ColumnSpec(name, "int32") for name in "abc"]
         tasks = [TaskSpec("first", ("a",)), TaskSpec("second", ("a", "b")), TaskSpec("third", ("c",))]
         self.schema = Schema(columns, tasks)
-        self.control = Controller(self.schema, lease_s)
+        self.control = Controller(self.schema, lease_s, **how)
         self.now = 0.0
         self._keys = itertools.count()
 

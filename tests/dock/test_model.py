@@ -102,7 +102,7 @@ class Model:
             self.claims[grant.claim_id] = (task, worker, handles)
 
     def end(self, claim: int, handles: list[int], state: str) -> None:
-        task, worker, held = self.claims[claim]
+        task, _, held = self.claims[claim]
         back = []
         for handle in handles:
             row = self.rows[handle]
@@ -266,8 +266,14 @@ class Schedule:
         self.put_rows += rows.size
 
     def late(self, part: str) -> None:
-        mine = [(p, g) for p, g in self.short if p == part and (p, g) in self.model.groups
-                and self.model.groups[p, g].rows and len(self.model.groups[p, g].rows) < self.model.groups[p, g].size]
+        mine = [
+            (p, g)
+            for p, g in self.short
+            if p == part
+            and (p, g) in self.model.groups
+            and self.model.groups[p, g].rows
+            and len(self.model.groups[p, g].rows) < self.model.groups[p, g].size
+        ]
         if mine:
             gid = self.rng.choice(mine)[1]
             size = self.short.pop((part, gid))
