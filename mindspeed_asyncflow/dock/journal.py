@@ -27,6 +27,7 @@ from mindspeed_asyncflow.errors import DockError, DockFull, PlatformError
 MAGIC = b"AFJRNL01"
 _ENTRY = struct.Struct("<II")
 _DTYPES = ("int64", "int32", "float64", "bool")
+_NAMES = {np.dtype(name): name for name in _DTYPES}
 _AHEAD = 1 << 20  # bytes that are allocated beyond what is written: an entry never meets a full memory half-way
 _encode = msgspec.msgpack.Encoder().encode
 _Packed = tuple[str, dict[str, Any], dict[str, tuple[str, bytes]]]
@@ -127,7 +128,7 @@ def _pack(kind: str, fields: Mapping[str, Any]) -> _Packed:
     arrays: dict[str, tuple[str, bytes]] = {}
     for name, value in fields.items():
         if isinstance(value, np.ndarray):
-            arrays[name] = (value.dtype.name, value.tobytes())
+            arrays[name] = (_NAMES[value.dtype], value.tobytes())
         else:
             plain[name] = value
     return kind, plain, arrays

@@ -206,7 +206,7 @@ class DockServer:
 
     def _watch(self, connection: Connection) -> None:
         """Notes what the loop has to look for on this connection."""
-        if connection.fd not in self._connections:
+        if self._connections.get(connection.fd) is not connection:
             return
         if connection.sending:
             events = _OUT
@@ -227,8 +227,9 @@ class DockServer:
             self._poll.modify(connection.fd, events)
 
     def _close(self, connection: Connection) -> None:
-        if self._connections.pop(connection.fd, None) is None:
+        if self._connections.get(connection.fd) is not connection:  # closed, and its number may be another's now
             return
+        del self._connections[connection.fd]
         self._poll.unregister(connection.fd)
         self._busy.pop(connection, None)
         self._sending.pop(connection, None)

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from mindspeed_asyncflow.dock import wire
+from mindspeed_asyncflow.dock import channel, wire
 from mindspeed_asyncflow.dock.columns import ColumnSpec, TaskSpec
 from mindspeed_asyncflow.dock.pair import PairClient
 from mindspeed_asyncflow.dock.server import DockServer
@@ -125,6 +125,26 @@ def test_a_claim_brings_only_columns_that_its_task_reads_and_takes_nothing_when_
             client.claim("use", 2, partition="p", worker="w", columns=columns)
     claim = client.claim("use", 2, partition="p", worker="w", timeout_s=0.0)
     assert len(claim) == 2 and claim.values is None
+
+
+def test_a_repeated_claim_brings_its_values_too(client, monkeypatch):
+    """The answer is lost, the claim is asked again under its identity: the same rows, read anew."""
+    given, lost = batch(8, 4000), []
+    rows = client.put("p", values=given)[0]
+    decode = channel.wire.decode_header
+
+    def lose_once(raw, most_bytes, most_bulk=0):
+        header = decode(raw, most_bytes, most_bulk)
+        if threading.get_ident() == ours and header.verb == Verb.CLAIM and not lost:
+            lost.append(header)
+            raise wire.WireError("lost on the way")
+        return header
+
+    ours = threading.get_ident()
+    monkeypatch.setattr(channel.wire, "decode_header", lose_once)
+    claim = client.claim("use", 8, partition="p", worker="w", columns=["ids", "dense"])
+    assert lost and claim.rows.tolist() == rows.tolist() and client.stats()["claims"] == 1
+    check(claim.values, given)
 
 
 def test_copies_of_local_readers_are_their_own_and_verified(connect, monkeypatch):

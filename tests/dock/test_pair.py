@@ -337,3 +337,50 @@ def test_a_server_that_is_gone_is_named(server, connect):
     assert ended and client.address in ended[0], "a parked call ends with its server"
     with pytest.raises(WorkerLost, match=client.address):
         client.stats()
+
+
+def test_tasks_are_added_rows_finished_and_partitions_closed_while_the_dock_runs(client, prompts):
+    rows = np.concatenate(client.put_groups("train", prompts(3, size=2)))
+    client.add_task("grade", ["prompt_ids", "truth"])
+    client.add_task("grade", ["prompt_ids", "truth"])
+    with pytest.raises(DockError, match="grade"):
+        client.add_task("grade", ["prompt_ids"])
+    client.finish("grade", rows[:2])
+    client.finish("grade", rows[:0])
+    claim = client.claim("grade", 9, **NO_WAIT)
+    assert claim.rows.tolist() == rows[2:].tolist() and claim.ready == 0
+    client.close_partition("train")
+    with pytest.raises(DockError, match="closed"):
+        client.put_groups("train", prompts(1, first=9))
+    client.release(claim.claim_id)
+    stats = client.stats()
+    assert stats["used_bytes"] == 0 and "train" not in stats["partitions"]
+    with pytest.raises(StaleHandle):
+        client.read(rows, ["truth"])
+    assert len(client.put_groups("train", prompts(1))) == 1
+    with pytest.raises(DockError, match="no partition"):
+        client.close_partition("other")
+
+
+def test_rows_put_without_groups_are_groups_of_their_own_that_nobody_named(client):
+    values = {"prompt_ids": [[1], [2, 2]], "truth": Ragged.from_text(["a", "b"]), "finish": [0, 1]}
+    first, second = (client.put("train", values=values)[0] for _ in range(2))
+    claim = client.claim("rollout", 4, unit="groups", **NO_WAIT)
+    assert claim.rows.tolist() == [*first, *second]
+    assert bool((claim.group_ids < 0).all()) and len(set(claim.group_ids.tolist())) == 4
+    assert client.read(second, ["finish"])["finish"].tolist() == [0, 1]
+
+
+def test_a_claim_can_bound_the_age_and_draw_by_seed(client, prompts):
+    old = np.concatenate(client.put_groups("train", prompts(1)))
+    time.sleep(0.05)
+    new = np.concatenate(client.put_groups("train", prompts(1, first=1)))
+    claim = client.claim("rollout", 8, max_age_s=0.04, **NO_WAIT)
+    assert set(claim.rows.tolist()) <= set(new.tolist()) and claim.dropped[0][2] == "stale"
+    assert claim.dropped[0][1].tolist() == old.tolist()
+    drawn = []
+    for seed in (1, 1, 2):
+        rows = np.concatenate(client.put_groups(f"p{len(drawn)}", prompts(16, size=1)))
+        got = client.claim("rollout", 8, policy="random", seed=seed, partition=f"p{len(drawn)}", worker="w")
+        drawn.append(np.searchsorted(rows, got.rows).tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
