@@ -8,6 +8,7 @@ other nodes travel in frames. A consumer asks its own pair, which serves it from
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_asyncflow.dock import describe
+from mindspeed_asyncflow.dock import describe, snapshot
 from mindspeed_asyncflow.dock.columns import Ragged
 from mindspeed_asyncflow.dock.fleet import Fleet
 from mindspeed_asyncflow.dock.gather import check_groups, join_claims, merge_columns, row_count, take, unit_count
@@ -71,8 +72,9 @@ class DockClient(Fleet):
         return self.put(partition, ids, [row.group_size for row in firsts], counts, members, values, timeout_s)
 
     def put(
-        self, partition: str, group_ids: Sequence[int] | None = None, sizes: Sequence[int] | None = None,
-        counts: Sequence[int] | None = None, members: Sequence[int] | None = None,
+        self, partition: str, group_ids: Sequence[int] | np.ndarray | None = None,
+        sizes: Sequence[int] | np.ndarray | None = None, counts: Sequence[int] | np.ndarray | None = None,
+        members: Sequence[int] | np.ndarray | None = None,
         values: Mapping[str, Any] | None = None, timeout_s: float | None = None,
         versions: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> list[np.ndarray]:  # fmt: skip
@@ -128,7 +130,7 @@ class DockClient(Fleet):
             self._pair(0).drop(group_ids=group_ids, partition=partition, reason=reason)
             return
         left = list(dict.fromkeys(group_ids or ()))
-        owners = [(pair, pair.find(partition, left)) for pair in self._all()]
+        owners = [(pair, pair.find(partition, left)) for pair in self.pairs()]
         missing = set(left).difference(*(found for _, found in owners))
         if missing or not left:
             raise DockError(f"groups {sorted(missing)[:4]} are not in partition {partition!r}")
@@ -138,17 +140,17 @@ class DockClient(Fleet):
 
     def seal(self, partition: str) -> None:
         """No more rows come: tails are served, then every claim ends with an empty grant whose `sealed` is True."""
-        for pair in self._all():
+        for pair in self.pairs():
             pair.seal(partition)
 
     def close_partition(self, partition: str) -> None:
         """Frees all rows of `partition` (claimed ones when their claims end) and forgets its name."""
-        for pair in self._all():
+        for pair in self.pairs():
             pair.close_partition(partition)
 
     def add_task(self, name: str, columns: Sequence[str]) -> None:
         """A further task, which sees all rows that are there. Equal columns again change nothing."""
-        for pair in self._all():
+        for pair in self.pairs():
             pair.add_task(name, columns)
 
     # -- work ------------------------------------------------------------------------------------------------------
@@ -239,15 +241,23 @@ class DockClient(Fleet):
 
     def forget_worker(self, worker: str) -> int:
         """Offers everything again that a lost worker holds; returns the number of its claims."""
-        return sum(pair.forget_worker(worker) for pair in self._all())
+        return sum(pair.forget_worker(worker) for pair in self.pairs())
 
     def stats(self) -> dict[str, Any]:
         """Rows by state per partition and task, bytes, claims, drops by reason, waiting calls; pairs added up."""
-        return describe.add_up([pair.stats() for pair in self._all()])
+        return describe.add_up([pair.stats() for pair in self.pairs()])
 
     def describe(self) -> str:
         """`stats` for a person, pair by pair."""
-        return "\n".join(describe.as_text(pair.address, pair.stats()) for pair in self._all())
+        return "\n".join(describe.as_text(pair.address, pair.stats()) for pair in self.pairs())
+
+    def snapshot(self, folder: str | os.PathLike[str], timeout_s: float = 600.0) -> dict[str, Any]:
+        """Writes a consistent cut of the whole dock to the new `folder`; see `dock/snapshot.py`."""
+        return snapshot.save(self, folder, timeout_s)
+
+    def restore(self, folder: str | os.PathLike[str], timeout_s: float = 600.0) -> dict[str, Any]:
+        """Puts a snapshot back, into any number of pairs that have none of its partitions."""
+        return snapshot.load(self, folder, timeout_s)
 
     # -- lost pairs ------------------------------------------------------------------------------------------------
 
@@ -268,7 +278,7 @@ class DockClient(Fleet):
             self._gone.add(pair)
         if gone is not None:
             gone.close()
-        for other in self._all():
+        for other in self.pairs():
             other.forget_pair(pair)
 
     # -- claims over several pairs ---------------------------------------------------------------------------------
@@ -321,7 +331,7 @@ class DockClient(Fleet):
             return
         lost: ClaimLost | None = None
         known = 0
-        for pair in self._all():
+        for pair in self.pairs():
             try:
                 end(pair)
                 known += 1

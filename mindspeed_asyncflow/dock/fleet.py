@@ -108,7 +108,8 @@ class Fleet:
     def _alive(self) -> list[int]:
         return [i for i in range(len(self.addresses)) if i not in self._gone]
 
-    def _all(self) -> Iterator[PairClient]:
+    def pairs(self) -> Iterator[PairClient]:
+        """All pairs that are not lost."""
         return (self._pair(number) for number in self._alive())
 
     def _by_pair(self, rows: np.ndarray) -> Iterator[tuple[PairClient, np.ndarray]]:

@@ -97,7 +97,10 @@ def join_claims(parts: Sequence[Claim], claim_id: int, wanted: Sequence[int] | N
 
 
 def check_groups(
-    group_ids: Sequence[int], sizes: Sequence[int] | None, counts: Sequence[int] | None, members: Sequence[int] | None
+    group_ids: Sequence[int] | np.ndarray,
+    sizes: Sequence[int] | np.ndarray | None,
+    counts: Sequence[int] | np.ndarray | None,
+    members: Sequence[int] | np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Ids, sizes, counts and members of a put as arrays. Raises DockError unless they fit together."""
     ids, size, count = (np.asarray(() if a is None else a, np.int64) for a in (group_ids, sizes, counts))

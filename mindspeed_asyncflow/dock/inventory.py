@@ -34,6 +34,7 @@ def export(node: DockNode, message: Message) -> dict:
         "ids": table.id[groups], "sizes": table.size[groups], "counts": counts, "members": rows.member[slots],
         "rows": part.handles(slots), "ready": rows.ready[slots], "version_min": rows.version_min[slots],
         "version_max": rows.version_max[slots], "sealed": part.sealed, "tasks": tasks,
+        "task_columns": [list(node.schema.tasks[t].columns) for t in tasks],
     } | {f"done{i}": part.queues[task].states(slots) == DONE for i, task in enumerate(tasks)}  # fmt: skip
 
 
