@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,18 +21,6 @@ _NOTHING = np.empty(0, np.int64)
 _DONE = "it is done"
 
 
-@dataclass(slots=True)
-class TaskCounters:
-    """Since the start of the controller; never reset."""
-
-    claims_granted: int = 0
-    rows_granted: int = 0
-    wait_s: float = 0.0  # of answered claims, in sum
-    longest_wait_s: float = 0.0
-    rows_redelivered: int = 0
-    leases_expired: int = 0
-
-
 class Claims(ABC):
     def __init__(self, schema: Schema, lease_s: float, pair: int, first_claim: int) -> None:
         self.schema = schema
@@ -44,7 +31,7 @@ class Claims(ABC):
         self.teams = Teams(lease_s, self._takeable, self._lease_end)
         self.outcomes: list[tuple[object, Grant | AsyncFlowError]] = []
         self.touched: set[QueueKey] = set()  # queues that may satisfy somebody now
-        self.counters: dict[str, TaskCounters] = {}
+        self.counters: dict[str, report.TaskCounters] = {}
         self.now = 0.0  # the clock at the last verb
         self._frozen_at: float | None = None
 
@@ -138,9 +125,9 @@ class Claims(ABC):
         counters.rows_granted += len(slots)
         return claim
 
-    def counters_of(self, task: str) -> TaskCounters:
+    def counters_of(self, task: str) -> report.TaskCounters:
         if task not in self.counters:
-            self.counters[task] = TaskCounters()
+            self.counters[task] = report.TaskCounters()
         return self.counters[task]
 
     def _note_wait(self, request: ClaimRequest, now: float) -> None:
@@ -260,7 +247,7 @@ class Claims(ABC):
             return claim, claim.slots
         wrong = len(slots)
         if part is not None and part.name == claim.partition:
-            wrong = np.count_nonzero(part.queues[claim.task].holder(slots) != claim_id)
+            wrong = int(np.count_nonzero(part.queues[claim.task].holder(slots) != claim_id))
         if wrong:
             raise DockError(f"claim {claim_id} of task {claim.task!r} does not hold {wrong} of these rows")
         return claim, slots

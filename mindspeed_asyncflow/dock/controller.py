@@ -66,6 +66,7 @@ class Controller(Claims):
         elif number in self._by_number:
             raise DockError(f"partition number {number} is taken by {self._by_number[number].name!r}")
         else:
+            first = max([first, *(g for n, g in self._free_numbers if n == number)])
             self._free_numbers = deque((n, g) for n, g in self._free_numbers if n != number)
             self._free_numbers.extend((n, 1) for n in range(self._numbers, number))
             self._numbers = max(self._numbers, number + 1)

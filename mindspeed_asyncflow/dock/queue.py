@@ -192,9 +192,10 @@ class TaskQueue:
             return
         groups = self._rows.group[slots]
         if opened:
-            before = side.open[groups]
+            before = side.open[groups] if self._orders else None
             np.add.at(side.open, groups, opened)
-            self._track_issue(groups, before, side.open[groups])
+            if before is not None:
+                self._track_issue(groups, before, side.open[groups])
         if ready:
             np.add.at(side.ready, groups, ready)
             self.refresh(groups, front)

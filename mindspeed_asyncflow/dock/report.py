@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,18 @@ from mindspeed_asyncflow.errors import DeadlineExceeded
 if TYPE_CHECKING:
     from mindspeed_asyncflow.dock.claims import Claims
     from mindspeed_asyncflow.dock.controller import Controller
+
+
+@dataclass(slots=True)
+class TaskCounters:
+    """Since the start of the controller; never reset."""
+
+    claims_granted: int = 0
+    rows_granted: int = 0
+    wait_s: float = 0.0  # of answered claims, in sum
+    longest_wait_s: float = 0.0
+    rows_redelivered: int = 0
+    leases_expired: int = 0
 
 
 def too_late(control: Claims, request: ClaimRequest, now: float) -> DeadlineExceeded:

@@ -100,4 +100,4 @@ class Waiting:
 def _bucket_name(r: ClaimRequest) -> tuple:
     listed = None if r.group_ids is None else tuple(r.group_ids)
     team = (r.team, r.ranks, r.split, r.count) if r.team else None
-    return r.unit, r.at_least, r.policy, r.seed, r.min_version, r.max_age_s, r.peek, listed, team
+    return r.unit, r.at_least, r.policy, r.min_version, r.max_age_s, r.peek, listed, team

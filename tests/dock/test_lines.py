@@ -57,6 +57,7 @@ def test_a_key_line_gives_the_lowest_keys_first_and_equal_ones_in_the_order_of_t
         assert line.count == len(keys)
     assert sorted(line.first(500).tolist()) == sorted(keys)
     assert line._length <= 2 * len(keys) + 1024 + 9, "outdated entries are cleaned"
+    assert len(line._runs) <= 12, "few runs: a look takes the head of each"
 
 
 def test_a_line_with_many_outdated_entries_at_its_head_looks_at_them_once():
