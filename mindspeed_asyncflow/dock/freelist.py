@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-_FEW = 4096  # runs: up to here a return is merged at once
+_SOME = 32  # returned runs that are not worth a merge
+_FEW = 4096  # runs: up to here a merge is cheap
 _MEMOS = 32  # sizes for which it is known where a search may begin
 _BLOCK = 4096
 
@@ -13,7 +14,7 @@ class FreeList:
     """Free granules as sorted, disjoint runs; first fit.
 
     Cost with many runs: a search begins where the last one for this size (or a smaller one) ended, since runs only
-    shrink between two merges; returned runs are merged when they are a tenth of the list, or when nothing fits.
+    shrink between two merges; returned runs are merged when they are many for the list, or when nothing fits.
     """
 
     def __init__(self, start: int, end: int) -> None:
@@ -38,7 +39,7 @@ class FreeList:
         """First granule of a run of `count`, or None."""
         if count > self.total:
             return None
-        if self._waiting > max(_FEW, len(self._starts) // 10) or (self._waiting and len(self._starts) < _FEW):
+        if self._waiting > _SOME and (self._waiting > len(self._starts) // 10 or len(self._starts) < _FEW):
             self._merge()
         found = self._search(count)
         if found < 0 and self._waiting:

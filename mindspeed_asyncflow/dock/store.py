@@ -16,7 +16,7 @@ import numpy as np
 from mindspeed_asyncflow.dock.columns import Part, Schema
 from mindspeed_asyncflow.dock.partition import Partition
 from mindspeed_asyncflow.dock.ragged import copy_runs, runs
-from mindspeed_asyncflow.dock.warehouse import Piece, Warehouse, cell_offsets, check_fits, layout_bytes
+from mindspeed_asyncflow.dock.warehouse import Piece, Warehouse, cell_offsets, check_fits, room_for, sizes_of
 from mindspeed_asyncflow.dock.wire import Message, WireError
 from mindspeed_asyncflow.errors import DockError, DockFull
 
@@ -89,7 +89,7 @@ class Store:
         put = message.flag("put")
         pieces = self._room(parts, lengths, put)
         number = next(self._numbers)
-        total = sum(int(n.sum()) * p.itemsize for p, n in zip(parts, lengths))
+        total = sum(sizes_of(parts, lengths))
         kept = self._reserved[number] = _Reservation(owner, columns, parts, lengths, pieces, put, total)
         if self.journal is not None:
             self.journal("reserve", {"number": number, "spans": kept.spans().reshape(-1)})
@@ -97,7 +97,7 @@ class Store:
 
     def _room(self, parts: Sequence[Part], lengths: Sequence[np.ndarray], put: bool) -> list[Piece]:
         house = self.warehouse
-        total = layout_bytes(parts, lengths)
+        total = room_for(sizes_of(parts, lengths))
         most = int(house.capacity_bytes * PUT_SHARE) if put else house.capacity_bytes
         check_fits(total, most)
         pieces = None if put and house.used_bytes + total > most else house.reserve(parts, lengths)
@@ -182,7 +182,7 @@ class Store:
         columns = message.names("columns")
         parts, given = self._lengths(message, columns, rows, shared_rows)
         data = message.array("data", "uint8")
-        if len(data) != sum(int(n.sum()) * p.itemsize for p, n in zip(parts, given)):
+        if len(data) != sum(sizes_of(parts, given)):
             raise DockError(f"a call came with {len(data)} bytes of values, its lengths say otherwise")
         pieces = self._room(parts, given, put)
         at, arena = 0, self.warehouse.arena.bytes

@@ -37,9 +37,14 @@ def granules(nbytes: int) -> int:
     return -(-nbytes // GRANULE)
 
 
-def layout_bytes(parts: Sequence[Part], lengths: Sequence[np.ndarray]) -> int:
-    """What cells of these lengths (elements) take in the arena: each part is rounded up to whole granules."""
-    return sum(granules(int(n.sum()) * part.itemsize) for part, n in zip(parts, lengths)) * GRANULE
+def sizes_of(parts: Sequence[Part], lengths: Sequence[np.ndarray]) -> list[int]:
+    """Bytes of cells of these lengths (elements), by part."""
+    return [(len(n) if part.fixed else int(n.sum())) * part.itemsize for part, n in zip(parts, lengths)]
+
+
+def room_for(nbytes: Sequence[int]) -> int:
+    """What parts of these sizes take in the arena: each is rounded up to whole granules."""
+    return sum(map(granules, nbytes)) * GRANULE
 
 
 class Placed(NamedTuple):
@@ -96,7 +101,7 @@ class Warehouse:
 
     def reserve(self, parts: Sequence[Part], lengths: Sequence[np.ndarray]) -> list[Piece] | None:
         """Room for one call: a piece per part, or several; None when it is not there now."""
-        sizes = [granules(int(n.sum()) * part.itemsize) for part, n in zip(parts, lengths)]
+        sizes = [granules(nbytes) for nbytes in sizes_of(parts, lengths)]
         total = sum(sizes)
         if total > self._free.total:
             return None
@@ -282,11 +287,24 @@ def _span(offsets: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 def cell_offsets(pieces: Sequence[Piece], parts: Sequence[Part], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Byte offset of each cell of each part, int64 [n] each."""
-    out = [np.cumsum(n) for n in lengths]
-    for i, (part, n) in enumerate(zip(parts, lengths)):
-        out[i] -= n
-        out[i] *= part.itemsize
+    out: list[np.ndarray] = [np.empty(0, np.int64)] * len(parts)
     for i, first, last, offset in pieces:
-        if last > first:
-            out[i][first:last] += offset - out[i][first]
+        n = lengths[i]
+        if first == 0 and last == len(n):
+            out[i] = _packed_offsets(n, parts[i], offset)
+            continue
+        if not len(out[i]):
+            out[i] = np.empty(len(n), np.int64)
+        out[i][first:last] = _packed_offsets(n[first:last], parts[i], offset)
     return out
+
+
+def _packed_offsets(lengths: np.ndarray, part: Part, offset: int) -> np.ndarray:
+    """Byte offsets of cells that lie back to back from `offset`."""
+    if part.fixed:
+        return np.arange(offset, offset + len(lengths) * part.itemsize, part.itemsize)
+    ends = np.cumsum(lengths)
+    ends -= lengths
+    ends *= part.itemsize
+    ends += offset
+    return ends
