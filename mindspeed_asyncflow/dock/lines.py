@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from mindspeed_asyncflow.dock.table import enlarge
+
 _SLACK = 1024  # outdated entries that a line may hold before it is cleaned
-_OUT = np.iinfo(np.int64).min
+_OUT = int(np.iinfo(np.int64).min)
 
 
 class ArrivalLine:
@@ -26,10 +28,7 @@ class ArrivalLine:
         self._shown: np.ndarray | None = None  # what `first` returned when it was the unbroken head of the line
 
     def ensure(self, numbers: int) -> None:
-        if numbers > len(self.tickets):
-            grown = np.full(max(numbers, 2 * len(self.tickets)), _OUT, np.int64)
-            grown[: len(self.tickets)] = self.tickets
-            self.tickets = grown
+        enlarge(self.tickets, numbers, _OUT)
 
     def add(self, numbers: np.ndarray, front: bool = False) -> None:
         """`numbers` are distinct and below what `ensure` was told."""
@@ -107,10 +106,7 @@ class KeyLine:
         self._length = 0
 
     def ensure(self, numbers: int) -> None:
-        if numbers > len(self._tickets):
-            grown = np.full(max(numbers, 2 * len(self._tickets)), _OUT, np.int64)
-            grown[: len(self._tickets)] = self._tickets
-            self._tickets = grown
+        enlarge(self._tickets, numbers, _OUT)
 
     def add(self, numbers: np.ndarray, keys: np.ndarray) -> None:
         """`numbers` are distinct; those that are in the line already move to their new place."""

@@ -125,31 +125,39 @@ class TaskQueue:
 
     def settle(self, slots: np.ndarray) -> None:
         """Rows in any state but CLAIMED are done."""
-        state = self._r.state[slots]
-        self._leave(slots, state)
-        self._move_each(slots, state, DONE)
+        self._withdraw(slots, DONE)
 
     def leave(self, slots: np.ndarray) -> None:
         """Rows leave the task whatever their state is."""
+        self._withdraw(slots, GONE)
+
+    def _withdraw(self, slots: np.ndarray, new: int) -> None:
+        """From each state that is found among the rows."""
         state = self._r.state[slots]
-        self._leave(slots, state)
-        self._move_each(slots, state, GONE)
-        self._r.claim[slots] = 0
+        left = len(slots)
+        for old in range(5):
+            if not left:
+                return
+            chosen = state == old
+            count = int(np.count_nonzero(chosen))
+            if count:
+                left -= count
+                self._withdraw_from(old, slots if count == len(slots) else slots[chosen], new)
+
+    def _withdraw_from(self, old: int, slots: np.ndarray, new: int) -> None:
+        if old == READY:
+            self._leave_ready(slots)
+        elif old == CLAIMED:
+            self._r.claim[slots] = 0
+        self._move(slots, old, new)
+        if self._side is not None and old in (WAITING, READY):
+            self._count_groups(slots, -1 if old == READY else 0, -1)
 
     def await_again(self, slots: np.ndarray) -> None:
         """Done rows wait again for columns."""
         self._move(slots, DONE, WAITING)
         if self._side is not None:
             self._count_groups(slots, 0, 1)
-
-    def _leave(self, slots: np.ndarray, state: np.ndarray) -> None:
-        ready = slots[state == READY]
-        if len(ready):
-            self._leave_ready(ready)
-            if self._side is not None:
-                self._count_groups(ready, -1, -1)
-        if self._side is not None:
-            self._count_groups(slots[state == WAITING], 0, -1)
 
     def _leave_ready(self, slots: np.ndarray) -> None:
         self._line.remove(slots)
@@ -160,12 +168,6 @@ class TaskQueue:
     def _move(self, slots: np.ndarray, old: int, new: int) -> None:
         self._r.state[slots] = new
         self.counts[old] -= len(slots)
-        self.counts[new] += len(slots)
-
-    def _move_each(self, slots: np.ndarray, old: np.ndarray, new: int) -> None:
-        for state, count in enumerate(np.bincount(old, minlength=5).tolist()):
-            self.counts[state] -= count
-        self._r.state[slots] = new
         self.counts[new] += len(slots)
 
     # -- groups ----------------------------------------------------------------------------------------------------

@@ -45,6 +45,20 @@ def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.repeat(starts - ends + lengths, lengths) + np.arange(total)
 
 
+def enlarge(array: np.ndarray, length: int, fill: int) -> int:
+    """Makes `array` at least `length` long, in place (large ones move no byte); returns its length.
+
+    By a quarter rather than double: what a put may have to wait for is the first touch of the new pages.
+    Nobody may hold a view of the array meanwhile.
+    """
+    old = len(array)
+    if length > old:
+        array.resize(max(length, old + old // 4, 256), refcheck=False)
+        if fill:
+            array[old:] = fill
+    return len(array)
+
+
 class Parallel:
     """Arrays of one length that grow together; new entries hold the declared fill value."""
 
@@ -57,12 +71,8 @@ class Parallel:
     def ensure(self, capacity: int) -> None:
         if capacity <= self.capacity:
             return
-        capacity = max(capacity, 2 * self.capacity, 256)
-        for name, (dtype, fill) in self._fields.items():
-            grown = np.full(capacity, fill, dtype)
-            grown[: self.capacity] = getattr(self, name)
-            setattr(self, name, grown)
-        self.capacity = capacity
+        for name, (_, fill) in self._fields.items():
+            self.capacity = enlarge(getattr(self, name), capacity, fill)
 
     def firsts(self, numbers: np.ndarray) -> np.ndarray:
         """bool [n]: one entry of each distinct number. Needs a scratch field `mark`."""
@@ -320,10 +330,7 @@ class GroupTable(Parallel):
         fresh = count if old is None else count - len(old)
         begins = np.arange(self._pool_end, self._pool_end + fresh * size, size)
         self._pool_end += fresh * size
-        if self._pool_end > len(self.pool):
-            grown = np.zeros(max(self._pool_end, 2 * len(self.pool)), np.int64)
-            grown[: len(self.pool)] = self.pool
-            self.pool = grown
+        enlarge(self.pool, self._pool_end, 0)
         return begins if old is None else np.concatenate((old, begins)) if fresh else old
 
     def _give_blocks(self, begins: np.ndarray, room: np.ndarray) -> None:
