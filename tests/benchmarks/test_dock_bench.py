@@ -1,5 +1,6 @@
 """The dock's benchmark: its figures follow from what was measured, both sides get the same work, nothing hangs."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -233,7 +234,6 @@ def ours() -> dock_process.Child:
 
 @pytest.mark.slow
 def test_a_tiny_run_of_our_side_gives_every_figure_that_needs_no_peer():
-    left_before = set(os.listdir("/dev/shm"))
     with ours() as side:
         cell = side.ask("cell", 60.0, kind=JAGGED, mb=1, batch=16, repeats=2, streams=1, modes=["view", "copy", "tcp"])
         measured = {
@@ -249,7 +249,21 @@ def test_a_tiny_run_of_our_side_gives_every_figure_that_needs_no_peer():
     }  # fmt: skip
     assert found["freed_over_cleared"] == 1.0
     assert measured["latency"]["p50_ms"] > 0 and len(cell["tcp"]["stream_s"]) == 1
-    assert set(os.listdir("/dev/shm")) <= left_before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True])
+def test_no_memory_of_a_server_stays_whether_its_section_ends_or_breaks(broken):
+    import dock_ours
+
+    def arenas() -> list[str]:
+        return [name for name in os.listdir("/dev/shm") if f"-{server.pid}-" in name]
+
+    with contextlib.suppress(ZeroDivisionError), dock_ours.dock(JAGGED, MB) as (_, server, _):
+        assert arenas()
+        if broken:
+            raise ZeroDivisionError
+    assert arenas() == []
 
 
 @pytest.mark.slow
