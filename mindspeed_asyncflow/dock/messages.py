@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 
 from mindspeed_asyncflow.dock.partition import Grant
-from mindspeed_asyncflow.dock.store import Values
 from mindspeed_asyncflow.dock.wire import Message, WireError
 from mindspeed_asyncflow.errors import DockError
 
@@ -75,13 +74,3 @@ def read_versions(message: Message, rows: int) -> tuple[np.ndarray, np.ndarray] 
     if not len(low) == len(high) == rows or not bool((low <= high).all()):
         raise DockError("versions are (oldest, newest) per row, oldest <= newest")
     return low, high
-
-
-def cells_of(values: Values, ready: np.int64, versions: tuple[np.ndarray, np.ndarray] | None) -> dict[str, Any]:
-    """What a journal needs to find the values again: parts, and offsets (bytes) and lengths part after part."""
-    joined = {"offsets": values.offsets, "lengths": values.lengths}
-    record: dict[str, Any] = {n: np.concatenate(a) if a else np.empty(0, np.int64) for n, a in joined.items()}
-    record |= {"parts": [cell.name for cell in values.parts], "ready": int(ready)}
-    if versions is not None:
-        record |= {"version_min": versions[0], "version_max": versions[1]}
-    return record

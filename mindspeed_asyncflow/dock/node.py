@@ -14,13 +14,14 @@ import numpy as np
 
 from mindspeed_asyncflow.dock import report
 from mindspeed_asyncflow.dock.arena import Arena
-from mindspeed_asyncflow.dock.columns import Schema, TaskSpec
+from mindspeed_asyncflow.dock.columns import Schema
 from mindspeed_asyncflow.dock.controller import Controller
 from mindspeed_asyncflow.dock.effects import cell_fields, put_effect, write_effect
 from mindspeed_asyncflow.dock.leases import PAIR_SHIFT
 from mindspeed_asyncflow.dock.messages import grant_message, read_ask, read_versions
 from mindspeed_asyncflow.dock.partition import ClaimRequest, Grant, Partition
 from mindspeed_asyncflow.dock.store import NoRoom, Outgoing, Store, Values
+from mindspeed_asyncflow.dock.verbs import ControlVerbs
 from mindspeed_asyncflow.dock.warehouse import Placed, Warehouse
 from mindspeed_asyncflow.dock.wire import Message, Verb, WireError
 from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError
@@ -49,7 +50,7 @@ class _Parked:
     deadline: float
 
 
-class DockNode:
+class DockNode(ControlVerbs):
     """`journal` is told of every effect of a call (see `rebuild`), `on_gone` of groups that leave (group slots)."""
 
     def __init__(
@@ -350,62 +351,9 @@ class DockNode:
         self._attach(answer, columns, copy)
         return answer
 
-    def _done(self, message: Message, now: float) -> dict:
-        rows, claim_id = message.optional_ints("rows"), message.optional_whole("claim_id")
-        part, slots = (None, None) if rows is None else self.controller.resolve(rows)
-        if claim_id is not None:
-            self.controller.done(claim_id, part, slots, now)
-        elif part is not None and slots is not None:
-            self.controller.done_rows(part, message.text("task"), slots, now)
-        else:
-            raise DockError("done needs a claim, or a task and rows")
-        return {}
-
-    def _release(self, message: Message, now: float) -> dict:
-        rows = message.optional_ints("rows")
-        part, slots = (None, None) if rows is None else self.controller.resolve(rows)
-        self.controller.release(message.whole("claim_id"), part, slots, now)
-        return {}
-
-    def _finish(self, message: Message, now: float) -> dict:
-        task = self.schema.task(message.text("task"))
-        part, slots = self.controller.resolve(message.ints("rows"))
-        self.controller.finish(part, task.name, slots, now)
-        return {}
-
-    def _forget(self, message: Message, now: float) -> dict:
-        return {"claims": self.controller.forget_worker(message.text("worker"), now)}
-
-    # -- rows and partitions go ------------------------------------------------------------------------------------
-
-    def _drop(self, message: Message, now: float) -> dict:
-        rows = message.optional_ints("rows")
-        if rows is not None:
-            part, slots = self.controller.resolve(rows)
-        else:
-            part = self.controller.open(message.text("partition"))
-            slots = part.members(part.groups.find(message.ints("group_ids").tolist()))
-        self.controller.drop(part, slots, message.text("reason"), now)
-        return {}
-
-    def _free(self, message: Message, now: float) -> dict:
-        self.controller.free(*self.controller.resolve(message.ints("rows")), now)
-        return {}
-
-    def _seal(self, message: Message, now: float) -> dict:
-        self.controller.seal(message.text("partition"), now)
-        return {}
-
-    def _close(self, message: Message, now: float) -> dict:
-        self.controller.close(message.text("partition"), now)
-        return {}
-
-    def _task(self, message: Message, now: float) -> dict:
-        self.controller.add_task(TaskSpec(message.text("name"), tuple(message.names("columns"))), now)
-        return {}
-
     def _stats(self, message: Message, now: float) -> dict:
         house = self.warehouse
+        self.controller.now = now
         return report.stats(self.controller) | {
             "arena_bytes": house.capacity_bytes,
             "used_bytes": house.used_bytes,
@@ -414,6 +362,8 @@ class DockNode:
             "payload_bytes": house.payload_bytes,
             "live_rows": self.live_rows,
             "column_bytes": house.bytes_by_column(),
-            "waiting_for_room": [{"verb": p.verb.name, "for": p.what} for p in self._parked.values()],
+            "waiting_for_room": [
+                {"verb": p.verb.name, "for": p.what, "waited_s": now - p.started} for p in self._parked.values()
+            ],
             "back_pressure_s": self.back_pressure_s,
         }

@@ -278,9 +278,7 @@ class DockServer:
         if identity in self._waiting:  # asked again before the loss of the first connection was noticed
             self._close(self._waiting[identity])
         key = (connection, header.request)
-        outcome = self._member.handle(
-            verb, message, connection, key, header.client, header.request, time.monotonic()
-        )
+        outcome = self._member.handle(verb, message, connection, key, header.client, header.request, time.monotonic())
         self._send_outcomes()  # those who wait for these rows come before the one who brought them
         if outcome is not None:
             self._answer(connection, header, outcome)

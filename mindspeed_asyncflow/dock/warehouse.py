@@ -48,13 +48,13 @@ def room_for(nbytes: Sequence[int]) -> int:
 
 
 class Placed(NamedTuple):
-    """Cells of one part that are to be: where (slots), their byte offsets and lengths, and which of them (None: all)."""
+    """Cells of one part that are to be."""
 
     name: str
-    index: np.ndarray
-    offsets: np.ndarray
-    lengths: np.ndarray
-    keep: np.ndarray | None = None
+    slots: np.ndarray  # of rows or groups
+    offsets: np.ndarray  # bytes
+    lengths: np.ndarray  # elements
+    keep: np.ndarray | None = None  # bool; None: all
 
 
 class Cells:

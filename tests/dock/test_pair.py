@@ -320,7 +320,7 @@ def test_calls_with_impossible_arguments_are_answered_and_the_client_goes_on(cli
 
 
 def test_a_server_that_is_gone_is_named(server, connect):
-    client, ended = connect(), []
+    client, ended = connect(restart_s=0.3), []
 
     def wait() -> None:
         try:
