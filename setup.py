@@ -34,6 +34,8 @@ setup(
     package_data={"mindspeed_asyncflow": ["**/*.txt", "**/*.yaml", "**/*.html", "**/*.json"]},
     install_requires=[
         "numpy>=1.26",  # arrays of records, dock and relay
+        "msgspec>=0.20",  # MessagePack of the dock's frames, checked by type and without code
+        "ml-dtypes>=0.5",  # bfloat16 and float8 columns of the dock
         "pydantic>=2.12",  # typed settings
         "pyyaml>=6.0",  # settings files
     ],

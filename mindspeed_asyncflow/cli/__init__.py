@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -54,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AsyncFlowError as error:
         print(explain(error), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception:  # the outermost boundary: a fault of ours or of a library, shown whole
         traceback.print_exc()
         return 1

@@ -26,29 +26,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the folder of a job that is running (default: runs/latest)",
     )  # fmt: skip
     parser.add_argument(
-        "--watch", metavar="SECONDS", type=float, default=0.0, help="show it again this often, until the job ends"
-    )
-    parser.add_argument("--json", action="store_true", help="print the statistics as one line of JSON instead of text")
+        "--watch", metavar="SECONDS", type=float, default=0.0,
+        help="show it again this often, with rates, until the job ends",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the statistics of each pair as one line of JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from mindspeed_asyncflow.dock.client import DockClient
+    from mindspeed_asyncflow.dock.describe import as_text
 
     if arguments.watch < 0:
         raise ConfigError(f"--watch needs a number of seconds, 0 or more, got {arguments.watch:g}")
     addresses, secret = _where(arguments.run_folder)
-    shown = 0
+    shown = False
     try:
         with DockClient(addresses, secret, wait_s=WAIT_S, map_arena=False, restart_s=0.0, home=0) as dock:
+            earlier: dict[str, dict] = {}
+            looked = time.monotonic()
             while True:
+                found = {pair.address: pair.stats() for pair in dock.pairs()}
+                now = time.monotonic()
                 if arguments.json:
-                    print(json.dumps(dock.stats(), default=str), flush=True)
+                    print(json.dumps(found, default=str), flush=True)
                 else:
                     clear = "\033[H\033[2J" if arguments.watch and sys.stdout.isatty() else ""
-                    print(clear + dock.describe(), flush=True)
-                shown += 1
+                    views = [as_text(a, stats, earlier.get(a), now - looked) for a, stats in found.items()]
+                    print(clear + "\n".join(views), flush=True)
                 if not arguments.watch:
                     return 0
+                shown, earlier, looked = True, found, now
                 time.sleep(arguments.watch)
     except WorkerLost as gone:
         if shown:

@@ -16,7 +16,7 @@ Laws, each guaranteed here and nowhere else:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -73,6 +73,18 @@ class Controller(Claims):
         part = Partition(name, number, list(self.schema.tasks), self.pair, first)
         self.partitions[name] = self._by_number[number] = part
         return part
+
+    def partition_numbers(self) -> tuple[int, list[list[int]]]:
+        """How many numbers were ever used, and those that are free with the first generation that no handle has named.
+
+        A partition that is being closed counts as free: for a restart, which ends the claims on its rows.
+        """
+        closing = [[part.number, part.rows.next_generation()] for part in self.partitions.values() if part.closing]
+        return self._numbers, [list(pair) for pair in self._free_numbers] + closing
+
+    def set_partition_numbers(self, used: int, free: Sequence[Sequence[int]]) -> None:
+        self._numbers = used
+        self._free_numbers = deque((number, first) for number, first in free)
 
     def _next_number(self) -> tuple[int, int]:
         if self._free_numbers:

@@ -1,4 +1,4 @@
-"""What a person sees of a dock: the statistics of its pairs added up, and as text."""
+"""What a person sees of a dock: the statistics of its pairs, added up or as text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MIB = 1 << 20
+_HEAD = ("task", "waiting", "ready", "claimed", "done", "groups", "claims", "rows", "mean wait", "longest", "again")
+_RATES = ("claims/s", "rows/s")
 
 
 def add_up(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -27,23 +29,57 @@ def add_up(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return total
 
 
-def as_text(address: str, stats: Mapping[str, Any]) -> str:
-    """`stats` of one pair, or of several added up, for a person."""
+def as_text(
+    address: str, stats: Mapping[str, Any], earlier: Mapping[str, Any] | None = None, seconds: float = 0.0
+) -> str:
+    """Statistics of one pair for a person; `earlier`, `seconds` before, turns counts of claims into rates."""
     lines = [
-        f"dock {address}: {_mib(stats['used_bytes'])} of {_mib(stats['arena_bytes'])} MiB used "
-        f"({_mib(stats['payload_bytes'])} payload), {stats['claims']} claims open, "
+        f"pair {stats['pair']} of {stats['pairs']} at {address}: {_mib(stats['used_bytes'])} of "
+        f"{_mib(stats['arena_bytes'])} MiB used ({_mib(stats['payload_bytes'])} payload), "
+        f"{stats['claims']} claims open, {stats['peers']['steals']} served by other pairs, "
         f"{stats['leases_expired']} leases ran out, back-pressure {stats['back_pressure_s']:.1f} s, "
-        f"dropped: {_counts(stats['drops'])}"
+        f"dropped: {_counts(stats['drops'])}{', frozen' if stats['frozen'] else ''}"
     ]
     for name, part in stats["partitions"].items():
         lines.append(f"  {name}: {part['rows']} rows in {part['groups']} groups{', sealed' if part['sealed'] else ''}")
-        width = max(map(len, part["tasks"]), default=0)
-        lines += [f"    {task:<{width}}  {_counts(states)}" for task, states in part["tasks"].items()]
+        head = (*_HEAD[:6], *(_RATES if earlier is not None else _HEAD[6:8]), *_HEAD[8:])
+        rows = [_task_row(task, states, stats, earlier, seconds) for task, states in part["tasks"].items()]
+        lines += ["    " + line for line in _table([head, *rows])]
     lines += [
-        f"  waiting: {w['worker']!r} for {w['at_least']} {w['unit']} of {w['task']} in {w['partition']!r}"
+        f"  {w['worker']!r} has waited {w['waited_s']:.1f} s for {w['at_least']} {w['unit']} of {w['task']} in "
+        f"{w['partition']!r}"
         for w in stats["waiting"]
     ]
+    lines += [
+        f"  a {w['verb'].lower()} has waited {w['waited_s']:.1f} s for {w['for']}" for w in stats["waiting_for_room"]
+    ]
     return "\n".join(lines)
+
+
+def _task_row(
+    task: str, states: Mapping[str, int], stats: Mapping[str, Any], earlier: Mapping[str, Any] | None, seconds: float
+) -> tuple[str, ...]:
+    count = stats["tasks"].get(task, {})
+    claims, rows = count.get("claims_granted", 0), count.get("rows_granted", 0)
+    moved: tuple[str, str] = (str(claims), str(rows))
+    if earlier is not None:
+        before = earlier["tasks"].get(task, {})
+        moved = (
+            f"{(claims - before.get('claims_granted', 0)) / max(seconds, 1e-9):.1f}",
+            f"{(rows - before.get('rows_granted', 0)) / max(seconds, 1e-9):.1f}",
+        )
+    mean = count.get("wait_s", 0.0) / claims if claims else 0.0
+    state = [str(states[name]) for name in ("waiting", "ready", "claimed", "done", "whole_groups")]
+    waits = (f"{mean * 1e3:.1f} ms", f"{count.get('longest_wait_s', 0.0):.2f} s", str(count.get("rows_redelivered", 0)))
+    return (task, *state, *moved, *waits)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
+        for row in rows
+    ]
 
 
 def _mib(nbytes: int) -> str:

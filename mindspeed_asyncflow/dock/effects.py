@@ -27,9 +27,9 @@ def put_effect(
     rows = part.rows
     span = {} if versions is None else {"version_min": versions[0], "version_max": versions[1]}
     return span | {
-        "partition": part.name, "number": part.number, "ids": ids, "sizes": sizes, "counts": counts,
-        "members": rows.member[slots], "slots": slots, "generations": rows.generation[slots], "ready": int(ready),
-        "tokens": rows.tokens[slots], "born": now,
+        "partition": part.name, "number": part.number, "first": rows.first, "ids": ids, "sizes": sizes,
+        "counts": counts, "members": rows.member[slots], "slots": slots, "generations": rows.generation[slots],
+        "ready": int(ready), "tokens": rows.tokens[slots], "born": now,
     }  # fmt: skip
 
 
@@ -68,6 +68,7 @@ def describe_state(control: Controller, house: Warehouse) -> Iterator[Effect]:
     """Effects that lead to the present state, without its claims."""
     for task in control.schema.tasks.values():
         yield "task", {"name": task.name, "columns": list(task.columns)}
+    yield "numbers", dict(zip(("used", "free"), control.partition_numbers()))
     yield "drops", {"counts": dict(control.drops)}
     for part in control.partitions.values():
         if not part.closing:
@@ -76,7 +77,8 @@ def describe_state(control: Controller, house: Warehouse) -> Iterator[Effect]:
 
 def _describe_partition(part: Partition, house: Warehouse) -> Iterator[Effect]:
     rows, table = part.rows, part.groups
-    yield "partition", {"partition": part.name, "number": part.number, "generation": rows.generation}
+    about = {"partition": part.name, "number": part.number, "first": rows.first}
+    yield "partition", about | {"generation": rows.generation}
     groups = table.live()
     groups = groups[np.argsort(table.seq[groups])]
     slots = part.members(groups) if len(groups) else np.empty(0, np.int64)

@@ -20,8 +20,8 @@ from mindspeed_asyncflow.dock.warehouse import Warehouse
 from mindspeed_asyncflow.errors import DockError
 
 KINDS = (
-    "boot", "join", "task", "drops", "partition", "put", "write", "cells", "done", "reset", "leave", "seal", "close",
-    "reserve", "unreserve", "answer",
+    "boot", "join", "task", "numbers", "drops", "partition", "put", "write", "cells", "done", "reset", "leave", "seal",
+    "close", "reserve", "unreserve", "answer",
 )  # fmt: skip
 
 
@@ -75,21 +75,24 @@ class Rebuild:
     def _drops(self, counts: dict[str, int]) -> None:
         self.control.drops.update(counts)
 
-    def _partition(self, partition: str, number: int, generation: np.ndarray) -> None:
-        part = self.control.open(partition, number)
+    def _numbers(self, used: int, free: list[list[int]]) -> None:
+        self.control.set_partition_numbers(used, free)
+
+    def _partition(self, partition: str, number: int, first: int, generation: np.ndarray) -> None:
+        part = self.control.open(partition, number, first)
         part.rows.ensure(len(generation))
         part.rows.generation[: len(generation)] = generation
 
     def _put(
-        self, partition: str, number: int, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray, members: np.ndarray,
-        slots: np.ndarray, generations: np.ndarray, ready: int, tokens: np.ndarray, born: float,
+        self, partition: str, number: int, first: int, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray,
+        members: np.ndarray, slots: np.ndarray, generations: np.ndarray, ready: int, tokens: np.ndarray, born: float,
         parts: Sequence[tuple[str, bool]] = (), born_each: np.ndarray | None = None,
         version_min: np.ndarray | None = None, version_max: np.ndarray | None = None, **cells: np.ndarray,
     ) -> None:  # fmt: skip
-        part = self.control.open(partition, number)
+        part = self.control.open(partition, number, first)
         mask, none = np.int64(ready), np.int64(0)
-        first = mask if version_min is None or version_max is None else none
-        self.control.put(part, ids, sizes, counts, members, first, tokens, born, slots, generations)
+        at_once = mask if version_min is None or version_max is None else none
+        self.control.put(part, ids, sizes, counts, members, at_once, tokens, born, slots, generations)
         if version_min is not None and version_max is not None:
             self.control.commit(part, slots, mask, None, (version_min, version_max), self.now)
         if born_each is not None:

@@ -164,6 +164,7 @@ class RowTable(Parallel):
             version_max=("int32", NO_VERSION), tokens=("int64", 0), seq=("int64", 0), born=("float64", 0),
             mark=("int64", 0),
         )  # fmt: skip
+        self.first = first
         self._slots = Pool()
         self.count = 0
         self.doomed_count = 0
