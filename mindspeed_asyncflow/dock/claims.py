@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from mindspeed_asyncflow.dock import report
 from mindspeed_asyncflow.dock.columns import Schema
-from mindspeed_asyncflow.dock.leases import PAIR_SHIFT, LeaseBook, OpenClaim
+from mindspeed_asyncflow.dock.leases import PAIR_SHIFT, SPREAD_CLAIM, LeaseBook, OpenClaim
 from mindspeed_asyncflow.dock.partition import ClaimRequest, Dropped, Grant, Partition
 from mindspeed_asyncflow.dock.policies import Policy, pick
 from mindspeed_asyncflow.dock.queue import CLAIMED, READY, WAITING, TaskQueue
@@ -18,7 +19,7 @@ from mindspeed_asyncflow.dock.waiting import Bucket, QueueKey, Waiting
 from mindspeed_asyncflow.errors import AsyncFlowError, DockError
 
 _NOTHING = np.empty(0, np.int64)
-_DONE = "it is done"
+_DONE, _RELEASED = "it is done", "it was released"
 
 
 class Claims(ABC):
@@ -30,10 +31,12 @@ class Claims(ABC):
         self.waiting = Waiting()
         self.teams = Teams(lease_s, self._takeable, self._lease_end)
         self.outcomes: list[tuple[object, Grant | AsyncFlowError]] = []
+        self.ends: list[object] = []  # parked requests with `hold_end` for which the stream has ended here
         self.touched: set[QueueKey] = set()  # queues that may satisfy somebody now
         self.counters: dict[str, report.TaskCounters] = {}
         self.now = 0.0  # the clock at the last verb
         self._frozen_at: float | None = None
+        self._unwoken = False
 
     @abstractmethod
     def drop_stale(self, part: Partition, slots: np.ndarray) -> None:
@@ -46,6 +49,10 @@ class Claims(ABC):
     @abstractmethod
     def note_done(self, part: Partition, task: str, slots: np.ndarray) -> None:
         """For the journal."""
+
+    @abstractmethod
+    def note_spread(self, claim_id: int, is_open: bool) -> None:
+        """For the journal: a claim over several pairs has rows here, or its client has ended it here."""
 
     @property
     def frozen(self) -> bool:
@@ -103,6 +110,9 @@ class Claims(ABC):
             return part.grant(0, _NOTHING, [], over, ready) if over or ready >= request.at_least else None
         slots = self._choose(part, queue, request, not rows, now)
         over = not len(slots) and self._is_tail(part, queue, request)
+        if over and request.hold_end and not request.dropped:
+            self.ends.append(request.key)
+            return None
         if not (len(slots) or over or request.dropped):
             return None
         if request.team:
@@ -117,6 +127,8 @@ class Claims(ABC):
     def _start(
         self, part: Partition, queue: TaskQueue, request: ClaimRequest, slots: np.ndarray, worker: str, now: float
     ) -> OpenClaim:
+        if request.claim_id and request.claim_id not in self.leases.open:
+            self.note_spread(request.claim_id, True)
         claim = self.leases.start(part.name, request.task, worker, slots, now, request.owner, request.claim_id)
         queue.take(slots, claim.id)
         part.rows.holders[slots] += 1
@@ -285,7 +297,7 @@ class Claims(ABC):
     def release(self, claim_id: int, part: Partition | None, slots: np.ndarray | None, now: float) -> None:
         """These rows of the claim (None: all) are offered again, before others."""
         claim, slots = self.held(claim_id, part, slots, now)
-        self._end(claim, slots, "it was released", False)
+        self._end(claim, slots, _RELEASED, False)
         self.wake(now)
 
     def forget_worker(self, worker: str, now: float) -> int:
@@ -320,7 +332,10 @@ class Claims(ABC):
     def _end(self, claim: OpenClaim, slots: np.ndarray, reason: str, finished: bool) -> None:
         part = self.partitions[claim.partition]
         queue, rows = part.queues[claim.task], part.rows
-        self.leases.shorten(claim, slots, reason)
+        voluntary = reason in (_DONE, _RELEASED)
+        self.leases.shorten(claim, slots, reason, voluntary)
+        if voluntary and claim.id & SPREAD_CLAIM and claim.id not in self.leases.open:
+            self.note_spread(claim.id, False)
         rows.holders[slots] -= 1
         live = slots
         doomed = rows.doomed[slots] if rows.doomed_count else None
@@ -336,12 +351,22 @@ class Claims(ABC):
         if doomed is not None and len(live) < len(slots):
             self.leave_doomed(part, claim.task, slots[doomed])
 
+    @contextmanager
+    def unwoken(self, now: float) -> Iterator[None]:
+        """Nobody is served before its end: the journal hears what a call did before what follows from it."""
+        self._unwoken = True
+        try:
+            yield
+        finally:
+            self._unwoken = False
+        self.wake(now)
+
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def wake(self, now: float) -> None:
         """Answers parked requests of the queues that changed, oldest first."""
         self.now = now
-        if self._frozen_at is not None:
+        if self._frozen_at is not None or self._unwoken:
             return
         while self.touched:
             key = self.touched.pop()

@@ -138,6 +138,11 @@ class Schema:
         return self.tasks[name]
 
 
+def column_table(schema: Schema) -> list[list]:
+    """The columns as plain values, for other processes."""
+    return [[c.name, c.dtype, c.kind, c.shared, c.tokens, list(c.shape)] for c in schema.columns.values()]
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, 1)

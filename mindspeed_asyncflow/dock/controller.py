@@ -63,6 +63,7 @@ class Controller(Claims):
             return part
         if number is None:
             number, first = self._next_number()
+            self.journal("open", {"partition": name, "number": number, "first": first})
         elif number in self._by_number:
             raise DockError(f"partition number {number} is taken by {self._by_number[number].name!r}")
         else:
@@ -75,12 +76,8 @@ class Controller(Claims):
         return part
 
     def partition_numbers(self) -> tuple[int, list[list[int]]]:
-        """How many numbers were ever used, and those that are free with the first generation that no handle has named.
-
-        A partition that is being closed counts as free: for a restart, which ends the claims on its rows.
-        """
-        closing = [[part.number, part.rows.next_generation()] for part in self.partitions.values() if part.closing]
-        return self._numbers, [list(pair) for pair in self._free_numbers] + closing
+        """How many numbers were used, and those that are free with the first generation that no handle has named."""
+        return self._numbers, [list(pair) for pair in self._free_numbers]
 
     def set_partition_numbers(self, used: int, free: Sequence[Sequence[int]]) -> None:
         self._numbers = used
@@ -116,10 +113,10 @@ class Controller(Claims):
         if part is None:
             raise DockError(f"there is no partition {name!r} to close")
         if not part.closing:
-            self.journal("close", {"partition": name})
+            slots = np.flatnonzero(part.rows.alive & ~part.rows.doomed)
+            self.journal("close", {"partition": name, "held": slots[part.rows.holders[slots] > 0]})
             part.closing = True
-            alive = part.rows.alive & ~part.rows.doomed
-            self._leave(part, np.flatnonzero(alive), journaled=False)
+            self._leave(part, slots, None)
             self._forget_if_empty(part)
         self.wake(now)
 
@@ -296,38 +293,42 @@ class Controller(Claims):
         np.subtract.at(part.rows.holders, slots, 1)
         if part.rows.doomed_count:
             free = slots[part.rows.doomed[slots] & (part.rows.holders[slots] == 0)]
-            self._remove(part, free[part.rows.firsts(free)])
+            self._remove_doomed(part, free[part.rows.firsts(free)])
             self.wake(now)
 
     def drop(self, part: Partition, slots: np.ndarray, reason: str, now: float) -> None:
         """Rows leave all tasks; `reason` is counted. Their groups get smaller: the members that are left are whole."""
         slots = part.rows.lasting(slots)
         self.drops[reason] += len(slots)
-        self._leave(part, slots)
+        self._leave(part, slots, reason)
         self.wake(now)
 
     def free(self, part: Partition, slots: np.ndarray, now: float) -> None:
         """As `drop`, for rows that have served: nothing is counted."""
-        self._leave(part, part.rows.lasting(slots))
+        self._leave(part, part.rows.lasting(slots), "")
         self.wake(now)
 
     def drop_stale(self, part: Partition, slots: np.ndarray) -> None:
         self.drops["stale"] += len(slots)
-        self._leave(part, slots)
+        self._leave(part, slots, "stale")
 
     def note_done(self, part: Partition, task: str, slots: np.ndarray) -> None:
         if len(slots):
             self.journal("done", {"partition": part.name, "task": task, "slots": slots})
 
-    def _leave(self, part: Partition, slots: np.ndarray, journaled: bool = True) -> None:
-        """Out of every task that does not hold the rows right now; gone where no task does."""
+    def note_spread(self, claim_id: int, is_open: bool) -> None:
+        self.journal("spread", {"claim": claim_id, "is_open": is_open})
+
+    def _leave(self, part: Partition, slots: np.ndarray, reason: str | None) -> None:
+        """Out of every task that does not hold the rows now; gone where none does. `reason` None: see `close`."""
         if not len(slots):
             return
-        if journaled:
-            self.journal("leave", {"partition": part.name, "slots": slots})
         rows = part.rows
-        rows.doom(slots)
         free = rows.holders[slots] == 0
+        if reason is not None:
+            about = {"partition": part.name, "reason": reason}
+            self.journal("leave", about | {"slots": slots, "held": slots[~free]})
+        rows.doom(slots)
         held = np.count_nonzero(free) != len(slots)
         for task, queue in part.queues.items():
             queue.leave(slots[queue.states(slots) != CLAIMED] if held else slots)
@@ -340,7 +341,12 @@ class Controller(Claims):
     def leave_doomed(self, part: Partition, task: str, slots: np.ndarray) -> None:
         """A claim on rows that are on their way out has ended."""
         part.queues[task].leave(slots)
-        self._remove(part, slots[part.rows.holders[slots] == 0])
+        self._remove_doomed(part, slots[part.rows.holders[slots] == 0])
+
+    def _remove_doomed(self, part: Partition, slots: np.ndarray) -> None:
+        if len(slots):
+            self.journal("gone", {"partition": part.name, "slots": slots})
+            self._remove(part, slots)
 
     def _remove(self, part: Partition, slots: np.ndarray) -> None:
         if len(slots):

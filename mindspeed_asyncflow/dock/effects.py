@@ -13,8 +13,9 @@ import numpy as np
 from mindspeed_asyncflow.dock.controller import Controller
 from mindspeed_asyncflow.dock.journal import Effect
 from mindspeed_asyncflow.dock.partition import Partition
-from mindspeed_asyncflow.dock.queue import DONE
+from mindspeed_asyncflow.dock.queue import CLAIMED, DONE, TaskQueue
 from mindspeed_asyncflow.dock.store import Values
+from mindspeed_asyncflow.dock.table import RowTable
 from mindspeed_asyncflow.dock.warehouse import Warehouse
 
 
@@ -27,9 +28,9 @@ def put_effect(
     rows = part.rows
     span = {} if versions is None else {"version_min": versions[0], "version_max": versions[1]}
     return span | {
-        "partition": part.name, "number": part.number, "first": rows.first, "ids": ids, "sizes": sizes,
-        "counts": counts, "members": rows.member[slots], "slots": slots, "generations": rows.generation[slots],
-        "ready": int(ready), "tokens": rows.tokens[slots], "born": now,
+        "partition": part.name, "ids": ids, "sizes": sizes, "counts": counts, "members": rows.member[slots],
+        "slots": slots, "generations": rows.generation[slots], "ready": int(ready), "tokens": rows.tokens[slots],
+        "born": now,
     }  # fmt: skip
 
 
@@ -70,39 +71,51 @@ def describe_state(control: Controller, house: Warehouse) -> Iterator[Effect]:
         yield "task", {"name": task.name, "columns": list(task.columns)}
     yield "numbers", dict(zip(("used", "free"), control.partition_numbers()))
     yield "drops", {"counts": dict(control.drops)}
+    for claim_id in control.leases.spread_claims():
+        yield "spread", {"claim": claim_id, "is_open": True}
     for part in control.partitions.values():
-        if not part.closing:
-            yield from _describe_partition(part, house)
+        yield from _describe_partition(part, house)
 
 
 def _describe_partition(part: Partition, house: Warehouse) -> Iterator[Effect]:
     rows, table = part.rows, part.groups
-    about = {"partition": part.name, "number": part.number, "first": rows.first}
-    yield "partition", about | {"generation": rows.generation}
+    about = {"partition": part.name}
+    yield "partition", about | {"number": part.number, "first": rows.first, "generation": rows.generation}
     groups = table.live()
-    groups = groups[np.argsort(table.seq[groups])]
-    slots = part.members(groups) if len(groups) else np.empty(0, np.int64)
-    if len(slots):
-        counts = np.bincount(rows.group[slots], minlength=table.capacity)[groups]
-        groups, counts = groups[counts > 0], counts[counts > 0]
-        yield (
-            "put",
-            put_effect(part, table.id[groups], table.size[groups], counts, slots, 0, 0.0)
-            | {"born_each": rows.born[slots]},
-        )
-        cells: dict[str, Any] = {"partition": part.name, "parts": []}
-        for (number, name), table_of in house.cells.items():
-            if number == part.number:
-                shared = table_of.part.shared
-                index = groups if shared else slots
-                index = index[index < len(table_of.offsets)]
-                ids = table.id[index] if shared else index
-                _add_cells(cells, name, shared, ids, table_of.offsets[index], table_of.lengths[index])
-        yield "cells", cells
+    if len(groups):
+        groups = groups[np.argsort(table.seq[groups])]
+        slots, counts = table.members(groups)
+        sizes = table.size[groups] + counts - table.alive[groups]  # rows on their way out are put, and leave below
+        each = {"born_each": rows.born[slots], "seq_each": rows.seq[slots]}
+        yield "put", put_effect(part, table.id[groups], sizes, counts, slots, 0, 0.0) | each
+        yield "cells", about | _all_cells(part, house, groups, slots)
         ready = rows.ready[slots]
         for mask in np.unique(ready).tolist():
             yield "write", write_effect(part, slots[ready == mask], mask)
         for task, queue in part.queues.items():
-            yield "done", {"partition": part.name, "task": task, "slots": slots[queue.states(slots) == DONE]}
+            yield "done", about | {"task": task, "slots": slots[queue.states(slots) == DONE]}
+            yield "order", about | _order(queue, rows, slots) | {"task": task}
+        doomed = slots[rows.doomed[slots]]
+        yield "leave", about | {"slots": doomed, "held": doomed, "reason": ""}
     if part.sealed:
-        yield "seal", {"partition": part.name}
+        yield "seal", about
+    if part.closing:
+        yield "close", about | {"held": np.empty(0, np.int64)}
+
+
+def _order(queue: TaskQueue, rows: RowTable, slots: np.ndarray) -> dict[str, np.ndarray]:
+    """Rows that a restart offers: those that are claimed now, in the order of their puts, and then the ready ones."""
+    claimed = slots[queue.states(slots) == CLAIMED]
+    return {"slots": np.concatenate((claimed[np.argsort(rows.seq[claimed])], queue.arrival()))}
+
+
+def _all_cells(part: Partition, house: Warehouse, groups: np.ndarray, slots: np.ndarray) -> dict[str, Any]:
+    found: dict[str, Any] = {"parts": []}
+    for (number, name), cells in house.cells.items():
+        if number == part.number:
+            shared = cells.part.shared
+            index = groups if shared else slots
+            index = index[index < len(cells.offsets)]
+            ids = part.groups.id[index] if shared else index
+            _add_cells(found, name, shared, ids, cells.offsets[index], cells.lengths[index])
+    return found

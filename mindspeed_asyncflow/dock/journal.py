@@ -28,7 +28,7 @@ MAGIC = b"AFJRNL01"
 _ENTRY = struct.Struct("<II")
 _DTYPES = ("int64", "int32", "float64", "bool")
 _NAMES = {np.dtype(name): name for name in _DTYPES}
-_AHEAD = 1 << 20  # bytes that are allocated beyond what is written: an entry never meets a full memory half-way
+_AHEAD = 1 << 20  # bytes that are there beyond what a call may need, for what no call announces (leases, waiting puts)
 _encode = msgspec.msgpack.Encoder().encode
 _Packed = tuple[str, dict[str, Any], dict[str, tuple[str, bytes]]]
 _decode = msgspec.msgpack.Decoder(list[_Packed]).decode
@@ -49,17 +49,19 @@ class Journal:
 
     def start(self, effects: Iterable[Effect]) -> None:
         """Replaces the file, atomically, by one that describes the state by `effects`."""
-        self._pending.clear()  # they are part of that state
         fresh = f"{self.path}.new"
+        fd = -1
         try:
             fd = os.open(fresh, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
             size = _write(fd, MAGIC + self._token, 0)
             for effect in effects:
                 size += _write(fd, _entry([_pack(*effect)]), size)
             os.rename(fresh, self.path)
+            self._pending.clear()  # they are part of that state
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(fresh)
+                os.close(fd)
             raise PlatformError(f"the dock journal {self.path} cannot be written: {error.strerror}") from error
         if self._file >= 0:
             os.close(self._file)
@@ -70,9 +72,13 @@ class Journal:
     def outgrown(self) -> bool:
         return self.size > self._limit
 
+    def postpone(self) -> None:
+        """There was no memory for a fresh description: look again when the file has doubled."""
+        self._limit = 2 * self.size
+
     def ensure_room(self, nbytes: int) -> None:
         """Raises DockFull when the memory of this node cannot take an entry of `nbytes`. Before anything is changed."""
-        wanted = self.size + nbytes
+        wanted = self.size + nbytes + _AHEAD
         if wanted <= self._allocated:
             return
         try:

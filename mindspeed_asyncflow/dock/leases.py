@@ -99,8 +99,8 @@ class LeaseBook:
         known = pair << PAIR_SHIFT < claim_id < self._next
         return "it has ended" if known else "it was never granted"
 
-    def shorten(self, claim: OpenClaim, slots: np.ndarray, reason: str) -> None:
-        """`slots` leave the claim; the last ones end it."""
+    def shorten(self, claim: OpenClaim, slots: np.ndarray, reason: str, voluntary: bool = False) -> None:
+        """`slots` leave the claim; the last ones end it. `voluntary`: because its holder said so."""
         gone = len(slots)
         left = self.held[claim.key] - gone
         if left:
@@ -112,13 +112,23 @@ class LeaseBook:
             return
         claim.slots = claim.slots[:0]
         del self.open[claim.id]
-        self._ended[claim.id] = reason
-        self._order.append(claim.id)
-        if len(self._order) > _REMEMBERED:
-            del self._ended[self._order.popleft()]
+        if not (voluntary and claim.id & SPREAD_CLAIM):  # that one is ended part by part, and may have rows here again
+            self.note_ended(claim.id, reason)
         if len(self._heap) > 2 * len(self.open) + 1024:  # claims that ended long before their lease
             self._heap = [(c.deadline, c.id) for c in self.open.values()]
             heapq.heapify(self._heap)
+
+    def note_ended(self, claim_id: int, reason: str) -> None:
+        """Whoever comes with this claim is told why it is no more."""
+        if claim_id not in self._ended:
+            self._order.append(claim_id)
+        self._ended[claim_id] = reason
+        if len(self._order) > _REMEMBERED:
+            del self._ended[self._order.popleft()]
+
+    def spread_claims(self) -> list[int]:
+        """Claims over several pairs that hold rows here, or whose rows were taken back."""
+        return [number for number in (*self._ended, *self.open) if number & SPREAD_CLAIM]
 
     def run_out(self, now: float) -> list[OpenClaim]:
         """Claims whose lease has ended; the caller takes their rows back."""

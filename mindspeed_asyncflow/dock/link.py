@@ -31,6 +31,14 @@ Then = Callable[[Reply], None]
 
 AGAIN_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # pauses between attempts to connect; the last one repeats
 _CHUNK = 1 << 16
+_OPTIONS = (  # a node that vanished without a word is noticed within about ten seconds
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),  # ms
+)
 
 
 class Link:
@@ -52,6 +60,7 @@ class Link:
         self._outbox: deque[bytes] = deque()
         self._greeted = False
         self._attempts = 0
+        self._frames = 0
         self.next_attempt = 0.0  # s, clock of the server
 
     @property
@@ -69,10 +78,6 @@ class Link:
         self._send(wire.frame(verb, 0, self._client, request, message))
         return request
 
-    def forget(self, request: int) -> None:
-        """The answer to this call is of no interest any more."""
-        self._waiting.pop(request, None)
-
     # -- the connection --------------------------------------------------------------------------------------------
 
     def attempt(self, now: float) -> None:
@@ -84,7 +89,8 @@ class Link:
         host, _, port = self.address.rpartition(":")
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for level, option, value in _OPTIONS:
+            sock.setsockopt(level, option, value)
         try:
             code = sock.connect_ex((host.strip("[]"), int(port)))
         except OSError:
@@ -96,14 +102,16 @@ class Link:
         self._writing = True
         self._watcher.watch_link(self, True)
 
-    def serve(self) -> None:
-        """The loop says that something can be read or written."""
+    def serve(self) -> int:
+        """The loop says that something can be read or written. Returns the number of frames that came."""
+        before = self._frames
         try:
             self._receive()
             if self._socket is not None:
                 self._flush()
         except (OSError, WireError):
             self.close()
+        return self._frames - before
 
     def close(self) -> None:
         """Ends the connection; calls under way get WorkerLost."""
@@ -152,6 +160,7 @@ class Link:
             return False
         body = bytes(memoryview(self._inbox)[HEADER.size : end])
         del self._inbox[:end]
+        self._frames += 1
         then = self._waiting.pop(header.request, None)
         if then is not None:
             reply = wire.decode_body(header, memoryview(body))

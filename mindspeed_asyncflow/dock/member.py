@@ -8,7 +8,6 @@ ring knows its groups. While one client has frozen the pair, the calls of all ot
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,25 +15,25 @@ from typing import Any
 import numpy as np
 
 from mindspeed_asyncflow.dock import wire
+from mindspeed_asyncflow.dock.answers import Answers
 from mindspeed_asyncflow.dock.arena import Arena
-from mindspeed_asyncflow.dock.columns import Schema
+from mindspeed_asyncflow.dock.columns import Schema, column_table
 from mindspeed_asyncflow.dock.effects import describe_state
 from mindspeed_asyncflow.dock.inventory import divide, export, find
 from mindspeed_asyncflow.dock.journal import Effect, Journal, read_journal
-from mindspeed_asyncflow.dock.link import Reply, Watcher
-from mindspeed_asyncflow.dock.node import Answer, DockNode
+from mindspeed_asyncflow.dock.link import Link, Watcher
+from mindspeed_asyncflow.dock.node import MOST_ROWS, Answer, DockNode
 from mindspeed_asyncflow.dock.partition import Partition
 from mindspeed_asyncflow.dock.peers import Peers
 from mindspeed_asyncflow.dock.rebuild import Rebuild
-from mindspeed_asyncflow.dock.stolen import as_shares, for_peers
+from mindspeed_asyncflow.dock.stolen import as_shares, for_peers, team_of
 from mindspeed_asyncflow.dock.wire import Message, Verb
-from mindspeed_asyncflow.errors import AsyncFlowError, DockError
+from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError, PlatformError
 
-_REMEMBERED, _REMEMBERED_BYTES = 512, 32 << 20  # answers kept for callers that repeat a call after a broken connection
 _NOT_REMEMBERED = (Verb.READ, Verb.STATS, Verb.RESERVE, Verb.CHECK, Verb.FIND, Verb.LOST, Verb.EXPORT)
 _NEVER_HELD = (Verb.READ, Verb.STATS, Verb.CHECK, Verb.CANCEL, Verb.MIRROR, Verb.LOST, Verb.FIND, Verb.JOIN)
 _LONGEST_FREEZE_S = 3600.0
-_PER_ROW_BYTES = 128  # most that one row of a call adds to the journal, per part
+_ROW_BYTES, _CELL_BYTES, _CALL_BYTES = 192, 32, 1 << 16  # most that a row, a cell and a call add to the journal
 BOOT_SHIFT = 32  # claim ids, reservations and groups without a name: the number of the start, then a counter
 
 Outcome = bytes | Answer | AsyncFlowError
@@ -59,22 +58,25 @@ class Member:
         boot = 1 + max((fields["number"] for kind, fields in effects if kind == "boot"), default=-1)
         self._boot = boot
         self.node = DockNode(schema, arena, lease_s, pair, max_rows, first_claim=(boot << BOOT_SHIFT) + 1)
-        self.peers = Peers(secret, watcher, self.node.cancel, self._stolen, self._groups)
-        self.answers: OrderedDict[tuple[int, int], bytes] = OrderedDict()
-        self._answer_bytes = 0
+        self.peers = Peers(secret, watcher, self._stolen, self._groups)
+        self.answers = Answers()
+        self.messages = 0  # frames that came in, from clients and from other pairs
         self._callers: dict[object, _Caller] = {}  # of calls that wait
         self._outcomes: list[tuple[object, Outcome]] = []
         self._team_asks: dict[tuple[str, str, str], object] = {}  # the claim of a team that other pairs are asked for
+        self._unasked: set[tuple[str, str, str]] = set()  # teams for which another rank has to ask
         self._frozen_by: int | None = None
         self._thaw_at = 0.0
         self._held: list[tuple[object, _Caller]] = []  # calls that came while another client had frozen the pair
-        self._quarantine: list[tuple[float, np.ndarray]] = []  # bytes that a client of an earlier start may still write
+        self._quarantine: list[tuple[float, int, np.ndarray]] = []  # reservations of earlier starts: bytes that their
+        # clients may still be writing; until when, number, begins and ends
         if restart:
             self._rebuild(effects, now, lease_s)
         self.journal = Journal(journal_path(arena.path), arena.token)
         self.journal.start(self._description())
         self.node.set_journal(self.journal.note)
         self.node.on_gone = self._gone
+        self.node.before = lambda message: self.journal.ensure_room(self._journal_bytes(message))
         self._own = {
             Verb.JOIN: self._join, Verb.MIRROR: self._mirror, Verb.LOST: self._lost, Verb.FORGET_PAIR: self._forget,
             Verb.FREEZE: self._freeze, Verb.THAW: self._thaw, Verb.CANCEL: self._cancel_call, Verb.STATS: self._stats,
@@ -88,6 +90,8 @@ class Member:
         self, verb: Verb, message: Message, connection: object, key: object, client: int, request: int, now: float
     ) -> Outcome | None:
         """The answer, or None when the call waits under `key`. Raises WireError; other errors are answers."""
+        self.messages += 1
+        self.peers.now = now
         caller = _Caller(verb, client, request, message, connection, 0.0)
         if self._frozen_by not in (None, client) and verb not in _NEVER_HELD:
             self._held.append((key, caller))
@@ -114,7 +118,8 @@ class Member:
                 message["caller"] = caller
                 reply = own(message, now)
             else:
-                self.journal.ensure_room(_journal_bytes(message))
+                if verb is Verb.CLAIM:
+                    message["hold_end"] = self._asks_peers(message)
                 reply = self.node.handle(verb, message, caller.connection, key, now)
         except wire.WireError:
             raise
@@ -126,54 +131,50 @@ class Member:
             if verb is Verb.CLAIM:
                 self._ask_peers(key, message, caller.deadline)
             return None
-        return self._finished(key, caller, reply, now)
+        return self._finished(key, caller, reply)
 
-    def _finished(self, key: object, caller: _Caller, reply: dict | Answer, now: float) -> Outcome | None:
-        """The call has its answer; None when the caller must wait for other pairs all the same."""
-        verb = caller.verb
-        if verb is Verb.CLAIM and self.peers.links and not caller.message.get("forwarded") and _is_end(reply):
-            caller.deadline = caller.deadline or now + caller.message.real("timeout_s")
-            if self.peers.hold_end(key, for_peers(caller.message), _body(reply), caller.deadline):
-                self._callers[key] = caller
-                return None
+    def _finished(self, key: object, caller: _Caller, reply: dict | Answer) -> Outcome | None:
+        """The call has its answer; None when the next pair has to note it first."""
         outcome = self._framed(caller, reply)
-        if verb is Verb.PUT and self.peers.links:
-            ids = self.node.put_ids
-            if self.peers.note(caller.message.text("partition"), ids, lambda: self._noted(key, outcome)):
+        if caller.verb is Verb.PUT:
+            ids, partition = caller.message["put_ids"], caller.message.text("partition")
+            if self.peers.note(partition, ids, lambda: self._noted(key, outcome)):
                 self._callers[key] = caller
                 return None
         return outcome
 
     def _framed(self, caller: _Caller, reply: dict | Answer) -> Outcome:
         """The frame of an answer; it is kept for the case that its caller asks again, also after a restart."""
-        body = _body(reply)
+        body = reply.body if isinstance(reply, Answer) else reply
         frame = wire.frame(caller.verb, 0, caller.client, caller.request, body)
         if caller.verb not in _NOT_REMEMBERED:
-            self._remember((caller.client, caller.request), frame)
-            if self.journal.pending:
+            self.answers.keep((caller.client, caller.request), frame)
+            # a claim ends with a restart, and is made anew; only what it dropped would be told to nobody
+            if self.journal.pending and (caller.verb is not Verb.CLAIM or body["dropped_groups"]):
                 self.journal.note("answer", {"client": caller.client, "request": caller.request, "frame": frame})
         return reply if isinstance(reply, Answer) else frame
 
-    def _remember(self, identity: tuple[int, int], frame: bytes) -> None:
-        self.answers[identity] = frame
-        self._answer_bytes += len(frame)
-        while len(self.answers) > _REMEMBERED or self._answer_bytes > _REMEMBERED_BYTES:
-            self._answer_bytes -= len(self.answers.popitem(last=False)[1])
-
     def _collect(self, now: float) -> None:
         """Answers of the node to calls that waited."""
-        while outcomes := self.node.take_outcomes():
+        while (outcomes := self.node.take_outcomes()) or self.node.controller.ends:
             for key, reply in outcomes:
                 caller = self._callers.pop(key, None)
                 if caller is None:
                     continue
                 if caller.verb is Verb.CLAIM:
+                    if isinstance(reply, DeadlineExceeded):
+                        reply = DeadlineExceeded(f"{reply}{self.peers.missing(key)}")
                     self._stop_asking(key, caller.message)
-                outcome: Outcome | None = reply if isinstance(reply, AsyncFlowError) else None
-                if outcome is None and not isinstance(reply, AsyncFlowError):
-                    outcome = self._finished(key, caller, reply, now)
+                outcome = reply if isinstance(reply, AsyncFlowError) else self._finished(key, caller, reply)
                 if outcome is not None:
                     self._outcomes.append((key, outcome))
+            ends, self.node.controller.ends = self.node.controller.ends, []
+            for key in ends:
+                caller = self._callers.get(key)
+                if caller is not None:
+                    team = team_of(caller.message)
+                    self.peers.ended_here(key if team is None else self._team_asks.get(team, key))
+        self._ask_for_teams()
 
     def cancel(self, key: object) -> None:
         """The asker of a call that waits is gone."""
@@ -186,6 +187,11 @@ class Member:
     def connection_lost(self, connection: object, now: float) -> None:
         self.node.connection_lost(connection, now)
         self._collect(now)
+
+    def serve_link(self, link: Link, now: float) -> None:
+        """Something can be read from another pair, or sent to it."""
+        self.peers.now = now
+        self.messages += link.serve()
 
     def settle(self, now: float) -> None:
         """Answers that other pairs have brought."""
@@ -202,14 +208,15 @@ class Member:
         self.node.tick(now)
         self.peers.tick(now)
         while self._quarantine and self._quarantine[0][0] <= now:
-            self.node.warehouse.give(self._quarantine.pop(0)[1])
-            self.node.settle(now)
+            _, number, spans = self._quarantine.pop(0)
+            self.journal.note("unreserve", {"number": number})
+            self.node.warehouse.give(spans)
+            self.node.room_made(now)
         if self._frozen_by is not None and self._thaw_at <= now:
             self._end_freeze(now)
         self._collect(now)
         self.journal.flush()
-        if self.journal.outgrown:
-            self.journal.start(self._description())
+        self._compact()
 
     def next_deadline(self) -> float | None:
         times = [self.node.next_deadline(), self.peers.next_deadline()]
@@ -219,6 +226,13 @@ class Member:
             times.append(self._quarantine[0][0])
         return min((time for time in times if time is not None), default=None)
 
+    def _compact(self) -> None:
+        if self.journal.outgrown:
+            try:
+                self.journal.start(self._description())
+            except PlatformError:  # no memory for two at a time: the long one goes on
+                self.journal.postpone()
+
     def close(self) -> None:
         self.peers.close()
         self.journal.close(remove=True)
@@ -226,60 +240,86 @@ class Member:
     # -- restarts --------------------------------------------------------------------------------------------------
 
     def _description(self) -> Iterator[Effect]:
-        yield "boot", {"number": self._boot}
+        yield "boot", {"number": self._boot, "columns": column_table(self.node.schema)}
         if self.peers.addresses:
             yield "join", {"index": self.peers.index, "addresses": self.peers.addresses}
+        for number in self.peers.forgotten:
+            yield "forget_pair", {"number": number}
         yield from describe_state(self.node.controller, self.node.warehouse)
         for number, spans in self.node.store.reserved_spans().items():
             yield "reserve", {"number": number, "spans": spans}
-        for i, (_, spans) in enumerate(self._quarantine):
-            yield "reserve", {"number": -1 - i, "spans": spans.reshape(-1)}
-        for (client, request), frame in self.answers.items():
+        for _, number, spans in self._quarantine:
+            yield "reserve", {"number": number, "spans": spans.reshape(-1)}
+        for (client, request), frame in self.answers:
             yield "answer", {"client": client, "request": request, "frame": frame}
 
     def _rebuild(self, effects: Sequence[Effect], now: float, lease_s: float) -> None:
-        state = Rebuild(self.node.controller, self.node.warehouse, now)
+        state = Rebuild(self.node.controller, self.node.warehouse, now, self.node.set_pair)
         state.run(effects)
         for identity, frame in state.answers.items():
-            self._remember(identity, frame)
+            self.answers.keep(identity, frame)
         if state.joined:
-            self.node.set_pair(state.joined["index"])
             self.peers.join(**state.joined)
-        self._quarantine = [(now + lease_s, spans) for spans in state.reserved.values() if len(spans)]
+        for number in state.forgotten:
+            self.peers.forget(number)
+        self._quarantine = [(now + lease_s, n, spans) for n, spans in state.reserved.items() if len(spans)]
+
+    def _journal_bytes(self, message: Mapping[str, Any]) -> int:
+        """At most so much does a call add to the journal."""
+        arrays = [value for value in message.values() if isinstance(value, np.ndarray) and value.dtype != np.uint8]
+        rows = max(map(len, arrays), default=0)
+        if isinstance(count := message.get("count"), int):
+            rows = max(rows, min(count, MOST_ROWS))
+        return rows * (_ROW_BYTES + _CELL_BYTES * len(self.node.warehouse.parts)) + _CALL_BYTES
 
     # -- other pairs -----------------------------------------------------------------------------------------------
 
+    def _asks_peers(self, message: Message) -> bool:
+        """Whether other pairs are asked for what this one does not have: not for a pair, nor without time to wait."""
+        return bool(self.peers.links) and not message.get("forwarded") and message.real("timeout_s") > 0
+
     def _ask_peers(self, key: object, message: Message, deadline: float) -> None:
         """Once per team: one round answers all its ranks."""
-        if not self.peers.links or message.get("forwarded"):
+        if not self._asks_peers(message):
             return
-        team = _team(message)
+        team = team_of(message)
         if team is None or self._team_asks.setdefault(team, key) == key:
             self.peers.parked(key, for_peers(message), deadline)
 
     def _stop_asking(self, key: object, message: Message) -> None:
         """A claim that waited needs no other pair any more; of a team, another rank that still waits takes over."""
         self.peers.answered(key)
-        team = _team(message)
+        team = team_of(message)
         if team is not None and self._team_asks.get(team) == key:
             del self._team_asks[team]
-            for other, caller in self._callers.items():
-                if caller.verb is Verb.CLAIM and _team(caller.message) == team:
-                    self._ask_peers(other, caller.message, caller.deadline)
-                    break
+            self._unasked.add(team)
 
-    def _stolen(self, key: object, call: Callable[..., int] | None, reply: Reply | dict[str, Any]) -> None:
-        """Another pair, or all of them, have answered the claim of a caller here."""
-        caller = self._callers.pop(key, None)
+    def _ask_for_teams(self) -> None:
+        """Of teams for which nobody asks now, a rank that still waits does."""
+        teams, self._unasked = self._unasked, set()
+        for key, caller in list(self._callers.items()) if teams else ():
+            team = team_of(caller.message) if caller.verb is Verb.CLAIM else None
+            if team in teams:
+                teams.discard(team)
+                self._ask_peers(key, caller.message, caller.deadline)
+
+    def _stolen(self, key: object, call: Callable[..., int] | None, reply: dict[str, Any]) -> None:
+        """Another pair has granted what a caller here asks for; `call` None: the stream has ended at all pairs."""
+        caller = self._callers.get(key)
         if caller is None:
             return
-        if isinstance(reply, AsyncFlowError):
-            self._outcomes.append((key, reply))
-        elif caller.message.get("team"):
-            self._callers[key] = caller
-            as_shares(self.node, caller.message, reply, call, self.peers.now)
-        else:
+        team = team_of(caller.message)
+        if team is None:
+            self.node.cancel(key)
+            del self._callers[key]
             self._outcomes.append((key, self._framed(caller, dict(reply))))
+            return
+
+        def lost() -> None:
+            if self._team_asks.pop(team, None) is not None:
+                self._unasked.add(team)
+
+        as_shares(self.node, caller.message, reply, call, lost, self.peers.now)
 
     def _noted(self, key: object, outcome: Outcome) -> None:
         if self._callers.pop(key, None) is not None:
@@ -299,7 +339,6 @@ class Member:
         if not self.peers.addresses:
             self.node.set_pair(index)
             self.journal.note("join", {"index": index, "addresses": addresses})
-        self.peers.now = now
         self.peers.join(index, addresses)
         return {}
 
@@ -312,13 +351,18 @@ class Member:
         return {"partitions": list(found)} | {f"ids{i}": ids for i, ids in enumerate(found.values())}
 
     def _forget(self, message: Message, now: float) -> dict:
-        self.peers.now = now
-        self.peers.forget(message.whole("pair"))
+        number = message.whole("pair")
+        if number not in self.peers.forgotten:
+            self.peers.forget(number)
+            self.journal.note("forget_pair", {"number": number})
         return {}
 
     def _cancel_call(self, message: Message, now: float) -> dict:
         caller: _Caller = message["caller"]
-        self.cancel((caller.connection, message.whole("request")))
+        key = (caller.connection, message.whole("request"))
+        if key in self._callers:
+            self.cancel(key)
+            self._outcomes.append((key, DeadlineExceeded("the call was called off")))
         return {}
 
     # -- stop ------------------------------------------------------------------------------------------------------
@@ -360,15 +404,13 @@ class Member:
         return stats | {
             "pair": self.node.pair,
             "pairs": len(self.peers.addresses) or 1,
+            "forgotten_pairs": self.peers.forgotten,
+            "messages": self.messages,
             "journal_bytes": self.journal.size,
             "frozen": self._frozen_by is not None,
             "starts": self._boot + 1,
             "peers": asdict(self.peers.counters),
         }
-
-
-def _team(message: Message) -> tuple[str, str, str] | None:
-    return (message["partition"], message["task"], message["team"]) if message.get("team") else None
 
 
 def journal_path(arena_path: str) -> str:
@@ -377,17 +419,3 @@ def journal_path(arena_path: str) -> str:
 
 def can_restart(arena_path: str) -> bool:
     return os.path.exists(arena_path) and os.path.exists(journal_path(arena_path))
-
-
-def _body(reply: dict | Answer) -> dict[str, Any]:
-    return reply.body if isinstance(reply, Answer) else reply
-
-
-def _is_end(reply: dict | Answer) -> bool:
-    body = _body(reply)
-    return body["sealed"] and not body["grant"].shape[1] and not body["dropped_groups"]
-
-
-def _journal_bytes(message: Mapping[str, Any]) -> int:
-    rows = sum(len(value) for value in message.values() if isinstance(value, np.ndarray) and value.dtype != np.uint8)
-    return _PER_ROW_BYTES * rows + (1 << 16)

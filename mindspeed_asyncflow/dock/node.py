@@ -50,8 +50,15 @@ class _Parked:
     deadline: float
 
 
+def _may(message: Message) -> None:
+    """Every call may be carried out."""
+
+
 class DockNode(ControlVerbs):
-    """`journal` is told of every effect of a call (see `rebuild`), `on_gone` of groups that leave (group slots)."""
+    """`journal` is told of every effect of a call (see `rebuild`), `on_gone` of groups that leave (group slots).
+
+    `before` is asked whether a call may be carried out, and raises if not.
+    """
 
     def __init__(
         self, schema: Schema, arena: Arena, lease_s: float, pair: int = 0, max_rows: int = 0, first_claim: int = 1
@@ -62,11 +69,11 @@ class DockNode(ControlVerbs):
         self.store = Store(schema, self.warehouse, max_rows, first_claim)
         self.journal: Callable[[str, dict], None] | None = None
         self.on_gone: Callable[[Partition, np.ndarray], None] | None = None
+        self.before: Callable[[Message], None] = _may
         self._parked: dict[object, _Parked] = {}  # who waits for room, oldest first
         self._wanted: dict[object, tuple[list[str], bool]] = {}  # columns that parked claims ask for; as bytes?
         self._outcomes: list[tuple[object, dict | Answer | AsyncFlowError]] = []
         self._anonymous = (pair << PAIR_SHIFT) + first_claim  # ids of groups that a put did not name: minus this
-        self.put_ids = np.empty(0, np.int64)  # groups of the newest put
         self.back_pressure_s = 0.0  # time that finished waits for room took
         self.verbs: dict[Verb, Callable[[Message, float], dict | Answer | None]] = {
             Verb.RESERVE: self._reserve, Verb.PUT: self._put, Verb.CLAIM: self._claim, Verb.READ: self._read,
@@ -94,6 +101,7 @@ class DockNode(ControlVerbs):
         message["connection"] = connection
         message["key"] = key
         try:
+            self.before(message)
             return action(message, now)
         except NoRoom as full:
             deadline = now + message.real("timeout_s")
@@ -139,7 +147,12 @@ class DockNode(ControlVerbs):
 
     def connection_lost(self, connection: object, now: float) -> None:
         if self.store.cancel_of(connection):
-            self.settle(now)
+            self.room_made(now)
+
+    def room_made(self, now: float) -> None:
+        """Bytes are free again that no row had."""
+        self._retry_parked(now)
+        self.settle(now)
 
     def pin(self, answer: Answer) -> None:
         """Bytes of these rows are on their way: they stay, whatever happens to the rows, until `unpin`."""
@@ -176,6 +189,7 @@ class DockNode(ControlVerbs):
                 continue
             result: dict | Answer | AsyncFlowError | None
             try:
+                self.before(parked.message)
                 result = self.verbs[parked.verb](parked.message, now)
             except NoRoom:
                 blocked.add(kind)
@@ -217,7 +231,7 @@ class DockNode(ControlVerbs):
     def _put(self, message: Message, now: float) -> dict:
         ids, sizes, counts, members = self._groups(message)
         rows = len(members)
-        self.put_ids = ids
+        message["put_ids"] = ids
         part = self.controller.check_put(message.text("partition"), ids, sizes, counts)
         versions = read_versions(message, rows)
         self.store.check_rows(rows, self.live_rows)
@@ -230,22 +244,24 @@ class DockNode(ControlVerbs):
             raise DockError("members were put into a group whose shared columns have other values")
         ready, none = self.schema.mask(values.columns), np.int64(0)
         tokens = self.store.tokens(values, counts, rows, {})
-        slots, groups = self.controller.put(
-            part, ids, sizes, counts, members, ready if versions is None else none, tokens, now
-        )
         fresh = None if late is None else ~late
-        self.warehouse.place(part.number, [
-            Placed(cell.name, groups, offsets, lengths, fresh) if cell.shared else
-            Placed(cell.name, slots, offsets, lengths)
-            for cell, lengths, offsets in zip(values.parts, values.lengths, values.offsets)
-        ])  # fmt: skip
-        if versions is not None:  # offered only now, so that no claim sees them without their versions
-            self.controller.commit(part, slots, ready, None, versions, now)
-        if self.journal is not None:
-            kept = {} if fresh is None else {cell.name: fresh for cell in values.parts if cell.shared}
-            effect = put_effect(part, ids, sizes, counts, slots, ready, now, versions)
-            self.journal("put", effect | cell_fields(part, values, slots, groups, kept))
-        return {"rows": part.handles(slots), "free_bytes": self.warehouse.free_bytes, "live_rows": self.live_rows}
+        with self.controller.unwoken(now):
+            slots, groups = self.controller.put(
+                part, ids, sizes, counts, members, ready if versions is None else none, tokens, now
+            )
+            self.warehouse.place(part.number, [
+                Placed(cell.name, groups, offsets, lengths, fresh) if cell.shared else
+                Placed(cell.name, slots, offsets, lengths)
+                for cell, lengths, offsets in zip(values.parts, values.lengths, values.offsets)
+            ])  # fmt: skip
+            if versions is not None:
+                self.controller.commit(part, slots, ready, None, versions, now)
+            if self.journal is not None:
+                kept = {} if fresh is None else {cell.name: fresh for cell in values.parts if cell.shared}
+                effect = put_effect(part, ids, sizes, counts, slots, ready, now, versions)
+                self.journal("put", effect | cell_fields(part, values, slots, groups, kept))
+            handles = part.handles(slots)
+        return {"rows": handles, "free_bytes": self.warehouse.free_bytes, "live_rows": self.live_rows}
 
     def _groups(self, message: Message) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Group ids, sizes and counts, and the members, of a put; without ids each row is a group of its own."""
@@ -296,9 +312,10 @@ class DockNode(ControlVerbs):
         ])  # fmt: skip
         tokens = self.store.tokens(values, None, len(slots), fresh)
         ready = self.schema.mask(values.columns)
-        self.controller.commit(part, slots, ready, tokens, versions, now)
-        if self.journal is not None:
-            self.journal("write", write_effect(part, slots, ready) | cell_fields(part, values, slots, None, fresh))
+        with self.controller.unwoken(now):
+            self.controller.commit(part, slots, ready, tokens, versions, now)
+            if self.journal is not None:
+                self.journal("write", write_effect(part, slots, ready) | cell_fields(part, values, slots, None, fresh))
         if claim_id is not None and message.flag("done"):
             self.controller.done(claim_id, part, slots, now)
         return {}
@@ -334,7 +351,7 @@ class DockNode(ControlVerbs):
         request = ClaimRequest(
             ask.task, ask.partition, ask.count, ask.worker, now + ask.timeout_s, message["key"], ask.unit, ask.policy,
             None if group_ids is None else group_ids.tolist(), ask.min_version, ask.at_least, ask.max_age_s, ask.seed,
-            False, ask.team, ask.rank, ask.ranks, ask.split, ask.claim_id,
+            False, ask.team, ask.rank, ask.ranks, ask.split, ask.claim_id, message.get("hold_end") is True,
         )  # fmt: skip
         grant = self.controller.claim(request, now)
         if grant is not None:

@@ -44,6 +44,7 @@ class ClaimRequest:
     ranks: int = 1
     split: str = "same"  # how a round is divided over the team: same, tokens, fifo
     claim_id: int = 0  # chosen by the client for a claim over several pairs; else the pair chooses
+    hold_end: bool = False  # the stream goes on elsewhere: its end here is no answer, it is listed in `ends`
     started: float = 0.0
     dropped: list[Dropped] = field(default_factory=list)
 

@@ -18,10 +18,10 @@ import numpy as np
 
 from mindspeed_asyncflow.dock.link import Link, Reply, Watcher
 from mindspeed_asyncflow.dock.wire import Message, Verb
-from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError
+from mindspeed_asyncflow.errors import AsyncFlowError, DockError
 
 MIRROR_S = 1.0  # a put waits at most this long for the next pair to note its groups
-Answer = Callable[[object, Callable[..., int] | None, Reply | dict[str, Any]], None]  # key, way to the pair, reply
+Answer = Callable[[object, Callable[..., int] | None, dict[str, Any]], None]  # key, way to the pair, reply
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _Ask:
     deadline: float
     requests: dict[int, int] = field(default_factory=dict)  # pair -> request number of the claim there
     ended: set[int] = field(default_factory=set)  # pairs where the stream has ended for this consumer
-    ended_here: dict[str, Any] | None = None  # the answer of this pair, once its stream has ended
+    ended_here: bool = False  # the stream of this pair has ended for it
 
 
 @dataclass(slots=True)
@@ -46,22 +46,27 @@ class PeerCounters:
 
 
 class Peers:
-    """`cancel(key)` takes a parked claim out of this pair's controller; `answer(key, reply)` answers its caller."""
+    """`answer(key, way, reply)` answers a waiting request; `groups()` are those of this pair, by partition.
+
+    `now` is the clock of the server, set by whoever calls.
+    """
 
     def __init__(
-        self, secret: bytes, watcher: Watcher, cancel: Callable[[object], None], answer: Answer,
-        groups: Callable[[], dict[str, np.ndarray]],
+        self, secret: bytes, watcher: Watcher, answer: Answer, groups: Callable[[], dict[str, np.ndarray]]
     ) -> None:  # fmt: skip
         self._secret, self._watcher = secret, watcher
-        self._cancel, self._answer, self._groups = cancel, answer, groups
+        self._answer, self._groups = answer, groups
+        self.now = 0.0  # s
+        self.forgotten: list[int] = []  # pairs that are lost for good
         self.index = 0
         self.addresses: list[str] = []
         self.links: dict[int, Link] = {}
         self.counters = PeerCounters()
         self._asks: dict[object, _Ask] = {}
         self._noted: dict[int, dict[str, set[int]]] = {}  # pair -> partition -> group ids that it holds
-        self._unnoted: dict[object, tuple[float, int, Callable[[], None]]] = {}  # puts that wait for the note
-        self._synced = False  # the next pair in the ring knows all groups of this one
+        self._unnoted: dict[object, tuple[float, Callable[[], None]]] = {}  # puts that wait for the note
+        self._synced = False  # the next pair in the ring has been told all groups of this one
+        self._lagging = False  # it was late to say so
 
     # -- who is there ----------------------------------------------------------------------------------------------
 
@@ -78,10 +83,11 @@ class Peers:
 
     def forget(self, number: int) -> None:
         """Pair `number` is lost for good: nobody waits for it any more."""
-        link = self.links.pop(number, None)
-        if link is None:
-            return
-        was_next = self._next is link or self._next is None
+        if number not in self.links:
+            raise DockError(f"pair {self.index} knows no other pair of the number {number}")
+        self.forgotten.append(number)
+        was_next = self._next is self.links[number]
+        link = self.links.pop(number)
         link.close()
         if was_next:
             self._synced = False
@@ -105,6 +111,7 @@ class Peers:
         else:
             for ask in self._asks.values():
                 ask.requests.pop(link.number, None)
+                ask.ended.discard(link.number)  # with its claims, which may be what the stream ended for
 
     # -- claims ----------------------------------------------------------------------------------------------------
 
@@ -120,12 +127,19 @@ class Peers:
         if ask is not None:
             self._call_off(ask)
 
-    def hold_end(self, key: object, message: Mapping[str, Any], reply: dict[str, Any], deadline: float) -> bool:
-        """The stream has ended here; True: the answer is kept until it has ended at all pairs."""
-        if key not in self._asks:
-            self.parked(key, message, deadline)
-        self._asks[key].ended_here = reply
-        return not self._look_for_end(key, answer=False)
+    def ended_here(self, key: object) -> None:
+        """The stream of this pair has ended for a request; it is answered so when it has ended at all pairs."""
+        if key in self._asks:
+            self._asks[key].ended_here = True
+            self._look_for_end(key)
+
+    def missing(self, key: object) -> str:
+        """In words: which pairs an ended stream still waits for."""
+        ask = self._asks.get(key)
+        if ask is None or not ask.ended_here:
+            return ""
+        missing = ", ".join(f"{n} at {self.addresses[n]}" for n in sorted(set(self.links) - ask.ended))
+        return f"; pair {self.index} has nothing more for this stream, but pairs {missing} have more, or do not answer"
 
     def _ask(self, key: object, link: Link) -> None:
         ask = self._asks[key]
@@ -155,7 +169,6 @@ class Peers:
         self.counters.stolen_rows += rows.shape[1]
         del self._asks[key]
         self._call_off(ask)
-        self._cancel(key)
         self._answer(key, link.call, reply)
 
     def _give_back(self, link: Link, message: Mapping[str, Any], reply: Message, rows: np.ndarray) -> None:
@@ -169,29 +182,34 @@ class Peers:
             if link is not None and link.up:
                 link.call(Verb.CANCEL, {"request": request})  # the claim's own callback gives back what comes late
 
-    def _look_for_end(self, key: object, answer: bool = True) -> bool:
-        """Whether the stream of a request has ended everywhere; then it is answered so."""
+    def _look_for_end(self, key: object) -> None:
         ask = self._asks[key]
-        if ask.ended_here is None or not set(self.links) <= ask.ended:
-            return False
-        reply = ask.ended_here
-        del self._asks[key]
-        if answer:
-            self._answer(key, None, reply)
-        return True
+        if ask.ended_here and set(self.links) <= ask.ended:
+            del self._asks[key]
+            nothing = np.empty((6, 0), np.int64)
+            self._answer(key, None, {"claim_id": 0, "sealed": True, "ready": 0, "grant": nothing, "dropped_groups": []})
 
     # -- groups ----------------------------------------------------------------------------------------------------
 
     def note(self, partition: str, ids: np.ndarray, then: Callable[[], None]) -> bool:
         """Groups were put here: the next pair notes them, then `then` runs. False: there is nobody to wait for."""
         link = self._next
-        if link is None or not link.up or not self._synced:
-            self.counters.unmirrored_puts += bool(self.links)
+        if link is None:
+            return False
+        if not link.up or not self._synced:
+            self.counters.unmirrored_puts += 1
             return False
         token = object()
-        message = {"from": self.index, "partition": partition, "put": ids, "whole": False}
-        request = link.call(Verb.MIRROR, message, lambda reply: self._noted_by(token))
-        self._unnoted[token] = (self.now + MIRROR_S, request, then)
+
+        def noted(reply: Reply) -> None:
+            self._lagging &= isinstance(reply, AsyncFlowError)
+            self._noted_by(token)
+
+        link.call(Verb.MIRROR, {"from": self.index, "partition": partition, "put": ids, "whole": False}, noted)
+        if self._lagging:
+            self.counters.unmirrored_puts += 1
+            return False
+        self._unnoted[token] = (self.now + MIRROR_S, then)
         return True
 
     def note_gone(self, partition: str, ids: np.ndarray) -> None:
@@ -213,6 +231,8 @@ class Peers:
             ids.update(put.tolist())
         if gone is not None:
             ids.difference_update(gone.tolist())
+            if not ids:
+                del known[message.text("partition")]
 
     def groups_of(self, number: int) -> dict[str, np.ndarray]:
         """Group ids by partition that pair `number` held when it was last heard of. Raises DockError: never heard."""
@@ -223,7 +243,7 @@ class Peers:
     def _noted_by(self, token: object) -> None:
         waiting = self._unnoted.pop(token, None)
         if waiting is not None:
-            waiting[2]()
+            waiting[1]()
 
     def _sync(self) -> None:
         """Tells a new neighbour everything."""
@@ -235,30 +255,22 @@ class Peers:
         link.call(Verb.MIRROR, {"from": self.index, "whole": True})
         for partition, ids in self._groups().items():
             link.call(Verb.MIRROR, {"from": self.index, "partition": partition, "put": ids, "whole": False})
-        self._synced = True
+        self._synced, self._lagging = True, False
 
     # -- time ------------------------------------------------------------------------------------------------------
-
-    now = 0.0
 
     def tick(self, now: float) -> None:
         self.now = now
         for link in self.links.values():
             link.attempt(now)
-        for token in [t for t, (deadline, _, _) in self._unnoted.items() if deadline <= now]:
+        for token in [t for t, (deadline, _) in self._unnoted.items() if deadline <= now]:
             self.counters.unmirrored_puts += 1
+            self._lagging = True  # nobody waits for it again before it has answered
             self._noted_by(token)
-        for key, ask in [(k, a) for k, a in self._asks.items() if a.ended_here is not None and a.deadline <= now]:
-            del self._asks[key]
-            self._call_off(ask)
-            missing = [f"{n} ({self.addresses[n]})" for n in sorted(set(self.links) - ask.ended)]
-            self._answer(key, None, DeadlineExceeded(f"pair {self.index} has nothing more for this stream, but pairs "
-                                               f"{', '.join(missing)} have not ended or do not answer"))  # fmt: skip
 
     def next_deadline(self) -> float | None:
         times = [link.next_attempt for link in self.links.values() if link.down]
-        times += [deadline for deadline, _, _ in self._unnoted.values()]
-        times += [ask.deadline for ask in self._asks.values() if ask.ended_here is not None]
+        times += [deadline for deadline, _ in self._unnoted.values()]
         return min(times, default=None)
 
     def close(self) -> None:

@@ -76,6 +76,15 @@ class TaskQueue:
     def holder(self, slots: np.ndarray) -> np.ndarray:
         return self._r.claim[slots]
 
+    def arrival(self) -> np.ndarray:
+        """All ready rows in the order of their arrival."""
+        return self._line.all()
+
+    def arrange(self, slots: np.ndarray) -> None:
+        """The ready rows have come in the order of `slots`: for a restart."""
+        self._line.remove(slots)
+        self._line.add(slots)
+
     # -- rows change state -----------------------------------------------------------------------------------------
 
     def enter(self, slots: np.ndarray) -> None:

@@ -18,11 +18,11 @@ import numpy as np
 
 from mindspeed_asyncflow.dock import wire
 from mindspeed_asyncflow.dock.arena import Arena
-from mindspeed_asyncflow.dock.columns import ColumnSpec, Schema, TaskSpec
+from mindspeed_asyncflow.dock.columns import ColumnSpec, Schema, TaskSpec, column_table
 from mindspeed_asyncflow.dock.connection import Call, Connection
 from mindspeed_asyncflow.dock.link import Link
 from mindspeed_asyncflow.dock.member import Member, Outcome, can_restart
-from mindspeed_asyncflow.dock.node import Answer
+from mindspeed_asyncflow.dock.node import MOST_ROWS, Answer
 from mindspeed_asyncflow.dock.wire import MAX_BODY, Header, Verb, WireError
 from mindspeed_asyncflow.errors import DockError, PlatformError
 
@@ -57,6 +57,7 @@ class DockServer:
                 f"the dock cannot listen on {host}:{port} ({error.strerror}); set dock.port to a free one, or to 0"
             ) from error
         self._listener.setblocking(False)
+        self._local_listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)  # for clients of this node
         self._poll = select.epoll()
         self._links: dict[int, Link] = {}
         try:
@@ -64,10 +65,14 @@ class DockServer:
             self._member = Member(
                 schema, self._arena, lease_s, pair, max_rows, self._secret, self, time.monotonic(), restart
             )
+            self._local_listener.bind(f"\0{local_name(self._arena)}")
         except BaseException:
             self._listener.close()
+            self._local_listener.close()
             self._poll.close()
             raise
+        self._local_listener.listen(512)
+        self._local_listener.setblocking(False)
         self._connections: dict[int, Connection] = {}
         self._busy: dict[Connection, None] = {}  # whose next frame has arrived already
         self._sending: dict[Connection, None] = {}  # whose answers did not leave at once
@@ -108,7 +113,7 @@ class DockServer:
             self._wake_send.send(b"x")
         if self._thread.is_alive():
             self._thread.join(10.0)
-        for sock in (self._listener, self._wake_send, self._wake_receive):
+        for sock in (self._listener, self._local_listener, self._wake_send, self._wake_receive):
             sock.close()
         self._member.close()
         self._arena.unlink()
@@ -122,9 +127,10 @@ class DockServer:
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._poll.register(self._listener.fileno(), _IN)
+        self._listeners = {sock.fileno(): sock for sock in (self._listener, self._local_listener)}
+        for fd in self._listeners:
+            self._poll.register(fd, _IN)
         self._poll.register(self._wake_receive.fileno(), _IN)
-        self._listener_fd = self._listener.fileno()
         try:
             while not self._stop:
                 self._turn()
@@ -146,10 +152,10 @@ class DockServer:
             if connection is not None:
                 if connection not in self._busy:
                     self._serve(connection, events)
-            elif fd == self._listener_fd:
-                self._accept()
+            elif fd in self._listeners:
+                self._accept(self._listeners[fd])
             elif fd in self._links:
-                self._links[fd].serve()
+                self._member.serve_link(self._links[fd], time.monotonic())
         for connection in busy:
             if connection in self._busy:
                 self._serve(connection, 0)
@@ -172,13 +178,14 @@ class DockServer:
         for connection in [c for c in self._sending if c.stalled_since + self._stall_s <= now]:
             self._close(connection)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = listener.accept()
         except OSError:  # the client has gone again
             return
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if listener is self._listener:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(sock)
         connection.events = _IN
         self._connections[connection.fd] = connection
@@ -283,11 +290,11 @@ class DockServer:
         if outcome is not None:
             self._answer(connection, header, outcome)
         else:
-            self._park(connection, key, header)
+            self._park(connection, key, header, most=MOST_ROWS if message.get("forwarded") is True else _MOST_PARKED)
 
-    def _park(self, connection: Connection, key: object, header: Header) -> None:
-        if len(connection.parked) >= _MOST_PARKED:
-            raise WireError(f"more than {_MOST_PARKED} calls of one connection wait")
+    def _park(self, connection: Connection, key: object, header: Header, most: int) -> None:
+        if len(connection.parked) >= most:
+            raise WireError(f"more than {most} calls of one connection wait")
         connection.parked.add(key)
         self._callers[key] = (connection, header)
         self._waiting[(header.client, header.request)] = connection
@@ -370,13 +377,20 @@ class DockServer:
         self._watch(connection)
 
 
+def local_name(arena: Arena) -> str:
+    """Of the socket for clients on the arena's node, in the abstract namespace: nothing is left of it afterwards."""
+    return f"asyncflow-dock-{arena.token[:16].hex()}"
+
+
 def _hello(member: Member, arena: Arena) -> dict:
     schema = member.node.schema
     return {
-        "columns": [[c.name, c.dtype, c.kind, c.shared, c.tokens, list(c.shape)] for c in schema.columns.values()],
+        "columns": column_table(schema),
         "tasks": [[t.name, list(t.columns)] for t in schema.tasks.values()],
         "pair": member.node.pair,
         "addresses": member.peers.addresses,
+        "forgotten": member.peers.forgotten,
+        "local": local_name(arena),
         "arena_path": arena.path,
         "arena_bytes": len(arena.bytes),
         "arena_token": np.frombuffer(arena.token, np.uint8),

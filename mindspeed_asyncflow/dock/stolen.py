@@ -15,7 +15,13 @@ from mindspeed_asyncflow.dock.wire import Message, Verb
 from mindspeed_asyncflow.errors import AsyncFlowError
 
 Call = Callable[[Verb, dict[str, Any], Callable[[Reply], None]], Any]
-_LOCAL = ("key", "connection", "caller", "columns", "copy", "team", "rank", "ranks", "split")
+Team = tuple[str, str, str]  # partition, task, team
+_LOCAL = ("key", "connection", "caller", "hold_end", "columns", "copy", "team", "rank", "ranks", "split")
+
+
+def team_of(message: Message) -> Team | None:
+    """The team of a claim."""
+    return (message["partition"], message["task"], message["team"]) if message.get("team") else None
 
 
 def for_peers(message: Message) -> dict[str, Any]:
@@ -31,10 +37,18 @@ def for_peers(message: Message) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def as_shares(node: DockNode, message: Message, reply: Message | dict[str, Any], call: Call | None, now: float) -> None:
+def _nobody_waits(reply: Reply) -> None:
+    """The answer changes nothing."""
+
+
+def as_shares(
+    node: DockNode, message: Message, reply: Message | dict[str, Any], call: Call | None, lost: Callable[[], None],
+    now: float,
+) -> None:  # fmt: skip
     """A round of a team came from another pair: every rank gets its share of it.
 
-    `call` reaches the pair that granted it; None: the stream has ended everywhere.
+    `call` reaches the pair that granted it; None: the stream has ended everywhere. `lost()`: it went away with the
+    round, or nobody wants it any more.
     """
     matrix = reply["grant"]
     whole = Grant(
@@ -43,6 +57,12 @@ def as_shares(node: DockNode, message: Message, reply: Message | dict[str, Any],
     )  # fmt: skip
     key = (message.text("partition"), message.text("task"), message.text("team"))
     ranks, split = message.whole("ranks"), message.text("split")
+    teams = node.controller.teams
+    if key not in teams:  # its partition was closed
+        if call is not None and len(whole.rows):
+            call(Verb.RELEASE, {"claim_id": whole.claim_id, "rows": whole.rows}, _nobody_waits)
+        lost()
+        return
     if split == "same" or not len(whole.rows) or call is None:
         node.controller.offer_round(key, [whole] * ranks, now)
         node.settle(now)
@@ -52,8 +72,12 @@ def as_shares(node: DockNode, message: Message, reply: Message | dict[str, Any],
 
     def divided(answer: Reply) -> None:
         if isinstance(answer, AsyncFlowError):
-            return  # the pair is gone: the ranks wait on, until their deadlines
+            lost()
+            return
         ids = answer.ints("claim_ids").tolist()
+        if key not in teams:
+            lost()
+            return
         node.controller.offer_round(key, [part_of(whole, i, c) for i, c in zip(index, ids)], now)
         node.settle(now)
 

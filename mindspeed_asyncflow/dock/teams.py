@@ -119,6 +119,9 @@ class Teams:
         self._valid, self._alive = valid, alive
         self._teams: dict[TeamKey, _Team] = {}
 
+    def __contains__(self, key: TeamKey) -> bool:
+        return key in self._teams
+
     def check(self, request: ClaimRequest) -> None:
         """Raises DockError when the claim does not fit to what its team does."""
         if request.split not in SPLITS:

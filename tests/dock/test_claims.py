@@ -302,7 +302,9 @@ def test_every_effect_on_rows_is_journaled_once(bench):
         bench.control.add_task(TaskSpec("late", ("b",)), bench.now)
     bench.control.close("p", bench.now)
     kinds = [kind for kind, _ in notes]
-    assert kinds == ["done", "reset", "done", "leave", "leave", "task", "seal", "close"]
+    assert kinds == ["open", "done", "reset", "done", "leave", "gone", "leave", "task", "seal", "close"]
     assert [n["slots"].tolist() for k, n in notes if k == "leave"] == [[slots[1]], [slots[2]]]
+    assert [n["held"].tolist() for k, n in notes if k in ("leave", "close")] == [[slots[1]], [], []]
+    assert [n["slots"].tolist() for k, n in notes if k == "gone"] == [[slots[1]]]
     assert all(n.get("partition", "p") == "p" for _, n in notes)
-    assert notes[5][1] == {"name": "late", "columns": ["b"]}
+    assert notes[7][1] == {"name": "late", "columns": ["b"]}
