@@ -43,6 +43,10 @@ class DeadlineExceeded(AsyncFlowError):
     """A wait ended without its event; the message says for whom it waited and how long."""
 
 
+class Unanswered(DeadlineExceeded):
+    """The other side said nothing in time: whether it has carried out the call, or still will, is not known."""
+
+
 class EngineError(AsyncFlowError):
     """A training or rollout engine refused a call or broke."""
 

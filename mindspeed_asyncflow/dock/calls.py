@@ -42,6 +42,7 @@ class Calls:
         self._lock = threading.Lock()
         self._closed = False
         self._pool = BufferPool()
+        self._local = ""  # name of the pair's socket on this node
         self._token = b""  # of the pair's arena: another one means another pair, which has none of our rows
         channel = self._connect()
         hello = channel.hello
@@ -52,9 +53,19 @@ class Calls:
         )
         self.pair = hello.whole("pair")
         self.addresses = hello.names("addresses")  # of all pairs of the dock, by number; none: it is a dock by itself
+        self.forgotten: list[int] = list(hello["forgotten"])  # pairs of the dock that are lost for good
         self.arena_bytes = self.free_bytes = hello.whole("arena_bytes")
         self.live_rows = 0
         self._arena = Arena.attach(hello.text("arena_path"), self._token) if map_arena else None
+        if self._arena is not None:
+            self._local = hello.text("local")
+            self._keep(self._open())
+            self._idle.pop(0).close()
+
+    @property
+    def token(self) -> bytes:
+        """Of the pair's arena: a pair with another one has none of the rows of this."""
+        return self._token
 
     @property
     def mapped(self) -> bool:
@@ -204,7 +215,7 @@ class Calls:
             raise WorkerLost(f"no dock server at {self.address}, or the secret is wrong: {broken}") from broken
 
     def _open(self) -> Channel:
-        channel = Channel(self.address, self._secret, self._client, self.wait_s, self._pool)
+        channel = Channel(self.address, self._secret, self._client, self.wait_s, self._pool, self._local)
         token = channel.hello.array("arena_token", "uint8").tobytes()
         if self._token and token != self._token:
             channel.close()

@@ -8,10 +8,10 @@ other nodes travel in frames. A consumer asks its own pair, which serves it from
 
 from __future__ import annotations
 
+import contextlib
 import os
-import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,19 +20,17 @@ import numpy as np
 
 from mindspeed_asyncflow.dock import describe, snapshot
 from mindspeed_asyncflow.dock.columns import Ragged
-from mindspeed_asyncflow.dock.fleet import Fleet
-from mindspeed_asyncflow.dock.gather import check_groups, join_claims, merge_columns, row_count, take, unit_count
-from mindspeed_asyncflow.dock.homes import named_home
-from mindspeed_asyncflow.dock.leases import SPREAD_CLAIM
+from mindspeed_asyncflow.dock.gather import check_groups, check_lengths, cuttable, merge_columns, row_count, take
 from mindspeed_asyncflow.dock.pair import Claim, PairClient
+from mindspeed_asyncflow.dock.spread import SpreadClaims
 from mindspeed_asyncflow.dock.table import spans
-from mindspeed_asyncflow.errors import ClaimLost, ClaimUnknown, DeadlineExceeded, DockError, WorkerLost
+from mindspeed_asyncflow.errors import AsyncFlowError, DockError
 from mindspeed_asyncflow.records import PromptRow
 
 __all__ = ["Claim", "DockClient"]
 
 
-class DockClient(Fleet):
+class DockClient(SpreadClaims):
     """Thread-safe; calls block. `wait_s` is the deadline of calls that wait.
 
     `addresses`: of one pair (it names the others), or of all pairs, which are joined into one dock if they are not
@@ -82,37 +80,52 @@ class DockClient(Fleet):
 
         Without `group_ids` every row is a group of its own. Whole groups go to the pair with most room; members of a
         group that come in several puts meet at the pair that the id names. When the chosen pair is full, the others
-        are tried before waiting.
+        are tried before waiting. All or nothing: when a pair refuses its part, the rows that others took are freed.
         """
         values = values or {}
         if len(self.addresses) == 1:
             return self._pair(0).put(partition, group_ids, sizes, counts, members, values, timeout_s, versions)
+        values = cuttable(self.schema, values)
         given = None if group_ids is None else check_groups(group_ids, sizes, counts, members)
         count = np.ones(row_count(values), np.int64) if given is None else given[2]
+        if not len(count):
+            raise DockError("a put brings at least one row")
+        check_lengths(self.schema, values, int(count.sum()), len(count))
+        deadline = time.monotonic() + (self.wait_s if timeout_s is None else timeout_s)
         homes = self._homes(partition, given, count, values)
-        ends = np.cumsum(count)
         found: list[np.ndarray] = [np.empty(0, np.int64)] * len(count)
-        for home in np.unique(homes).tolist():
-            groups = np.flatnonzero(homes == home)
-            rows = spans(ends[groups] - count[groups], count[groups])
-            part = {
-                name: take(column, groups if self.schema.column(name).shared else rows)
-                for name, column in values.items()
-            }
-            some = (None,) * 4 if given is None else (*(a[groups] for a in given[:3]), given[3][rows])
-            span = None if versions is None else (versions[0][rows], versions[1][rows])
-            whole = given is None or bool((given[1][groups] == given[2][groups]).all())
-            handles = self._put_at(home, whole, timeout_s, partial(_put, partition, some, part, span))
-            if given is None:
-                handles = list(handles[0].reshape(-1, 1))
-            for group, handle in zip(groups.tolist(), handles):
-                found[group] = handle
+        try:
+            for home in np.unique(homes).tolist():
+                self._put_part(partition, (given, count, values, versions), np.flatnonzero(homes == home), home,
+                               deadline, found)  # fmt: skip
+        except AsyncFlowError:
+            with contextlib.suppress(AsyncFlowError):
+                self.free(np.concatenate(found))
+            raise
         return found if given is not None else [np.concatenate(found)]
+
+    def _put_part(
+        self, partition: str, what: tuple[Any, np.ndarray, dict[str, Any], Any], groups: np.ndarray, home: int,
+        deadline: float, found: list[np.ndarray],
+    ) -> None:  # fmt: skip
+        """Puts some of the groups of a put at their home; their handles go into `found`."""
+        given, count, values, versions = what
+        ends = np.cumsum(count)
+        rows = spans(ends[groups] - count[groups], count[groups])
+        part = {n: take(column, groups if self.schema.column(n).shared else rows) for n, column in values.items()}
+        some = (None,) * 4 if given is None else (*(a[groups] for a in given[:3]), given[3][rows])
+        span = None if versions is None else (np.asarray(versions[0])[rows], np.asarray(versions[1])[rows])
+        whole = given is None or bool((given[1][groups] == given[2][groups]).all())
+        handles = self._put_at(home, whole, deadline, partial(_put, partition, some, part, span))
+        if given is None:
+            handles = list(handles[0].reshape(-1, 1))
+        for group, handle in zip(groups.tolist(), handles):
+            found[group] = handle
 
     def free(self, rows: np.ndarray) -> None:
         """The rows have served. Their bytes go when the last claim on them ends."""
         for pair, index in self._by_pair(rows):
-            pair.free(rows[index])
+            pair.free(np.asarray(rows)[index])
 
     def drop(
         self, rows: np.ndarray | None = None, *, group_ids: Sequence[int] | None = None, partition: str = "",
@@ -124,12 +137,12 @@ class DockClient(Fleet):
         """
         if rows is not None:
             for pair, index in self._by_pair(rows):
-                pair.drop(rows[index], reason=reason)
+                pair.drop(np.asarray(rows)[index], reason=reason)
             return
         if len(self.addresses) == 1:
             self._pair(0).drop(group_ids=group_ids, partition=partition, reason=reason)
             return
-        left = list(dict.fromkeys(group_ids or ()))
+        left = list(dict.fromkeys(np.asarray(() if group_ids is None else group_ids, np.int64).tolist()))
         owners = [(pair, pair.find(partition, left)) for pair in self.pairs()]
         missing = set(left).difference(*(found for _, found in owners))
         if missing or not left:
@@ -140,18 +153,18 @@ class DockClient(Fleet):
 
     def seal(self, partition: str) -> None:
         """No more rows come: tails are served, then every claim ends with an empty grant whose `sealed` is True."""
-        for pair in self.pairs():
-            pair.seal(partition)
+        self._everywhere(lambda pair: pair.seal(partition))
 
     def close_partition(self, partition: str) -> None:
         """Frees all rows of `partition` (claimed ones when their claims end) and forgets its name."""
-        for pair in self.pairs():
-            pair.close_partition(partition)
+        closed, failed = self._ask_all(lambda pair: pair.close_partition(partition))
+        failed = [error for error in failed if not (closed and isinstance(error, DockError))]  # it had no row of it
+        if failed:
+            raise failed[0]
 
     def add_task(self, name: str, columns: Sequence[str]) -> None:
         """A further task, which sees all rows that are there. Equal columns again change nothing."""
-        for pair in self.pairs():
-            pair.add_task(name, columns)
+        self._everywhere(lambda pair: pair.add_task(name, columns))
 
     # -- work ------------------------------------------------------------------------------------------------------
 
@@ -170,16 +183,22 @@ class DockClient(Fleet):
         at once, with what is ready, even if that is nothing. In a sealed partition the tail may be smaller than
         `at_least`. `team`, `rank`, `ranks`, `split`: consumers that claim together, see `dock/teams.py`.
 
+        The rows of a claim come from one pair, so there may be fewer than all pairs have together. Only `at_least`
+        above 1, or `group_ids`, gather rows of several: consumers that gather at the same time may each hold a part
+        of what the other needs, until one gives up.
+
         Raises DeadlineExceeded, with nothing claimed, after `timeout_s` (default `wait_s`; 0: no wait).
         """
         ask = {"partition": partition, "worker": worker} | how
-        if len(self.addresses) == 1 or how.get("team"):
-            pair = self._pair(named_home(partition, f"team {how['team']}", self._alive()) if how.get("team") else 0)
-            claim = pair.claim(task, count, at_least=at_least, timeout_s=timeout_s, **ask)
-        elif at_least == 1 and "group_ids" not in ask:
-            claim = self._at_home(lambda pair: pair.claim(task, count, timeout_s=timeout_s, **ask))
+        patience_s = self.wait_s if timeout_s is None else timeout_s
+        if len(self.addresses) == 1:
+            claim = self._pair(0).claim(task, count, at_least=at_least, timeout_s=patience_s, **ask)
+        elif how.get("team"):
+            ask |= {"task": task, "count": count, "at_least": at_least, "timeout_s": patience_s}
+            claim = self._for_team(ask, partition, how["team"])
+        elif at_least == 1 and ask.get("group_ids") is None:
+            claim = self._some(ask | {"task": task, "count": count}, patience_s)
         else:
-            patience_s = self.wait_s if timeout_s is None else timeout_s
             claim = self._gather(task, count, at_least, patience_s, ask)
         columns = how.get("columns")
         if columns and claim.values is None and len(claim.rows):  # it came from another pair
@@ -192,7 +211,7 @@ class DockClient(Fleet):
         On the pair's node ragged values are read-only views into the arena. They are valid until the rows are
         freed; rows that you hold a claim on are not freed before it ends. `copy=True` gives values of your own.
         """
-        parts = [(pair.read(rows[index], columns, copy), index) for pair, index in self._by_pair(rows)]
+        parts = [(pair.read(np.asarray(rows)[index], columns, copy), index) for pair, index in self._by_pair(rows)]
         if not parts:
             raise DockError("a read names rows, at least one")
         return parts[0][0] if len(parts) == 1 else merge_columns(parts, columns)
@@ -210,17 +229,23 @@ class DockClient(Fleet):
         """
         if not len(rows):
             raise DockError("a write names rows, at least one")
+        values = cuttable(self.schema, values)
+        check_lengths(self.schema, values, len(rows), len(rows))
         for pair, index in self._by_pair(rows):
             whole = len(index) == len(rows)
             part = values if whole else {name: take(column, index) for name, column in values.items()}
-            span = versions if whole or versions is None else (versions[0][index], versions[1][index])
-            pair.write(rows[index], part, claim_id=claim_id, versions=span, done=done, timeout_s=timeout_s)
+            span = (
+                versions
+                if whole or versions is None
+                else (np.asarray(versions[0])[index], np.asarray(versions[1])[index])
+            )
+            pair.write(np.asarray(rows)[index], part, claim_id=claim_id, versions=span, done=done, timeout_s=timeout_s)
 
     def done(self, claim_id: int | None = None, *, task: str = "", rows: np.ndarray | None = None) -> None:
         """The task has finished the rows of the claim (only `rows`, if given), or `rows` that claims of `task` hold."""
         if rows is not None:
             for pair, index in self._by_pair(rows):
-                pair.done(claim_id, task=task, rows=rows[index])
+                pair.done(claim_id, task=task, rows=np.asarray(rows)[index])
         elif claim_id is not None:
             self._end(claim_id, lambda pair: pair.done(claim_id))
         else:
@@ -230,26 +255,33 @@ class DockClient(Fleet):
         """Gives the rows of the claim (only `rows`, if given) back: they are offered again, before others."""
         if rows is not None:
             for pair, index in self._by_pair(rows):
-                pair.release(claim_id, rows[index])
+                pair.release(claim_id, np.asarray(rows)[index])
         else:
             self._end(claim_id, lambda pair: pair.release(claim_id))
 
     def finish(self, task: str, rows: np.ndarray) -> None:
         """Marks rows that nobody holds as done for `task`, without a claim."""
         for pair, index in self._by_pair(rows):
-            pair.finish(task, rows[index])
+            pair.finish(task, np.asarray(rows)[index])
 
     def forget_worker(self, worker: str) -> int:
         """Offers everything again that a lost worker holds; returns the number of its claims."""
-        return sum(pair.forget_worker(worker) for pair in self.pairs())
+        return sum(self._everywhere(lambda pair: pair.forget_worker(worker)))
 
     def stats(self) -> dict[str, Any]:
-        """Rows by state per partition and task, bytes, claims, drops by reason, waiting calls; pairs added up."""
-        return describe.add_up([pair.stats() for pair in self.pairs()])
+        """Rows by state per partition and task, bytes, claims, drops by reason, waiting calls; pairs added up.
+
+        Without those that do not answer: their errors are in `lost`.
+        """
+        found, failed = self._ask_all(lambda pair: pair.stats())
+        if not found:
+            raise failed[0]
+        return describe.add_up(found) | {"pairs": len(self.addresses), "lost": [str(error) for error in failed]}
 
     def describe(self) -> str:
         """`stats` for a person, pair by pair."""
-        return "\n".join(describe.as_text(pair.address, pair.stats()) for pair in self.pairs())
+        found, failed = self._ask_all(lambda pair: describe.as_text(pair.address, pair.stats()))
+        return "\n".join([*found, *map(str, failed)])
 
     def snapshot(self, folder: str | os.PathLike[str], timeout_s: float = 600.0) -> dict[str, Any]:
         """Writes a consistent cut of the whole dock to the new `folder`; see `dock/snapshot.py`."""
@@ -266,81 +298,17 @@ class DockClient(Fleet):
 
         The next pair in the ring knows them. Raises WorkerLost when that one is gone too.
         """
-        neighbour = (pair + 1) % len(self.addresses)
-        if neighbour == pair:
-            raise DockError("a dock of one pair has nobody who remembers its groups")
-        return self._pair(neighbour).groups_of(pair)
+        ring = [(pair + n) % len(self.addresses) for n in range(1, len(self.addresses))]
+        for neighbour in [number for number in ring if number not in self._gone]:
+            return self._pair(neighbour).groups_of(pair)
+        raise DockError("a dock of one pair has nobody who remembers its groups")
 
     def forget_pair(self, pair: int) -> None:
         """Nobody waits for pair number `pair` any more: streams end without its rows, puts go elsewhere."""
-        with self._lock:
-            gone = self._pairs.pop(pair, None)
-            self._gone.add(pair)
-        if gone is not None:
-            gone.close()
-        for other in self.pairs():
-            other.forget_pair(pair)
-
-    # -- claims over several pairs ---------------------------------------------------------------------------------
-
-    def _at_home(self, claim: Callable[[PairClient], Claim]) -> Claim:
-        """Asks the home pair, or the next one when it is lost: a claim that got no answer holds nothing for long."""
-        for _ in range(len(self.addresses)):
-            try:
-                return claim(self._pair(self._home))
-            except WorkerLost as lost:
-                last = lost
-                alive = [n for n in self._alive() if n != self._home]
-                if not alive:
-                    raise
-                self._home = min(alive, key=lambda n: (n - self._home) % len(self.addresses))
-        raise last
-
-    def _gather(self, task: str, count: int, at_least: int, patience_s: float, ask: dict[str, Any]) -> Claim:
-        """Grants of several pairs under one claim id, until `at_least` units are there; else all are given back."""
-        deadline = time.monotonic() + patience_s
-        claim_id = SPREAD_CLAIM | secrets.randbits(61)
-        parts: list[Claim] = []
-        wanted = ask.get("group_ids")
-        have = 0
-        try:
-            while True:
-                left = max(0.0, deadline - time.monotonic())
-                more = ask | {"task": task, "count": count - have, "timeout_s": left, "claim_id": claim_id}
-                got = self._at_home(partial(_claim, more))
-                parts.append(got)
-                have = sum(unit_count(part, ask.get("unit", "rows")) for part in parts)
-                if have >= at_least or got.sealed or got.dropped:
-                    return join_claims(parts, claim_id if have else 0, wanted)
-                if wanted is not None:
-                    taken = set(got.group_ids.tolist())
-                    ask["group_ids"] = [g for g in ask["group_ids"] if g not in taken]
-        except DeadlineExceeded as late:
-            if have:
-                self.release(claim_id)
-            raise DeadlineExceeded(f"{late}; {have} of at least {at_least} were there and are given back") from None
-        except BaseException:
-            if have:
-                self.release(claim_id)
-            raise
-
-    def _end(self, claim_id: int, end: Callable[[PairClient], None]) -> None:
-        """Ends a claim at every pair that knows it."""
-        if not claim_id & SPREAD_CLAIM:
-            end(self._pair(claim_id >> 48))
-            return
-        lost: ClaimLost | None = None
-        known = 0
-        for pair in self.pairs():
-            try:
-                end(pair)
-                known += 1
-            except ClaimUnknown as error:  # it never had rows of this claim
-                lost = lost if known or lost is not None else error
-            except ClaimLost as error:
-                lost, known = error, 0
-        if lost is not None and not (known and isinstance(lost, ClaimUnknown)):
-            raise lost
+        if not 0 <= pair < len(self.addresses):
+            raise DockError(f"this dock has no pair {pair}")
+        self._drop_pair(pair)
+        self._everywhere(lambda other: other.forget_pair(pair))
 
 
 def _put(
@@ -348,7 +316,3 @@ def _put(
     versions: tuple[np.ndarray, np.ndarray] | None, pair: PairClient, timeout_s: float | None,
 ) -> list[np.ndarray]:  # fmt: skip
     return pair.put(partition, *groups, values, timeout_s, versions)
-
-
-def _claim(ask: Mapping[str, Any], pair: PairClient) -> Claim:
-    return pair.claim(**ask)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
+import random
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,7 +16,10 @@ from mindspeed_asyncflow.dock.gather import weigh
 from mindspeed_asyncflow.dock.homes import Room, named_home, spread
 from mindspeed_asyncflow.dock.pair import PairClient
 from mindspeed_asyncflow.dock.table import pair_numbers
-from mindspeed_asyncflow.errors import DeadlineExceeded, DockError, WorkerLost
+from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError, Unanswered, WorkerLost
+
+_T = TypeVar("_T")
+_Put = Callable[[PairClient, float], list]
 
 
 class Fleet:
@@ -28,7 +33,6 @@ class Fleet:
         self._connect = lambda address: PairClient(address, secret, wait_s, map_arena, restart_s)
         self._lock = threading.Lock()
         self._closed = False
-        self._gone: set[int] = set()
         self._rooms: dict[int, Room] = {}  # by pair; filled at the first put
         listed = [addresses] if isinstance(addresses, str) else list(addresses)
         first = self._first(listed)
@@ -38,6 +42,8 @@ class Fleet:
             first = self._connect(listed[0])
         self.addresses: list[str] = first.addresses or [first.address]
         self._pairs: dict[int, PairClient] = {first.pair: first}
+        self._tokens = {first.pair: first.token}
+        self._gone: set[int] = set(first.forgotten)
         self.schema: Schema = first.schema
         self._home = self._choose_home() if home is None else home
 
@@ -77,10 +83,16 @@ class Fleet:
         return self._connect(listed[-1])
 
     def _choose_home(self) -> int:
-        if len(self.addresses) == 1:
-            return 0
-        mapped = [i for i in range(len(self.addresses)) if self._reachable(i) and self._pair(i).mapped]
-        return secrets.choice(mapped or list(self._pairs))
+        """One whose arena this process can map; else any, so that clients without a pair of their own spread out."""
+        alive = self._alive()
+        if len(alive) == 1:
+            return alive[0]
+        for local in (True, False):
+            some = [n for n in alive if not local or _is_here(self.addresses[n])]
+            for number in random.SystemRandom().sample(some, len(some)):
+                if self._reachable(number) and (not local or self._pair(number).mapped):
+                    return number
+        return alive[0]
 
     def _reachable(self, number: int) -> bool:
         try:
@@ -98,6 +110,9 @@ class Fleet:
             pair = self._pairs.get(number)
         if pair is None:
             pair = self._connect(self.addresses[number])
+            if self._tokens.setdefault(number, pair.token) != pair.token:
+                pair.close()
+                raise WorkerLost(f"pair {number} at {pair.address} was replaced by another one; its rows are gone")
             with self._lock:
                 kept = self._pairs.setdefault(number, pair)
             if kept is not pair:
@@ -109,8 +124,53 @@ class Fleet:
         return [i for i in range(len(self.addresses)) if i not in self._gone]
 
     def pairs(self) -> Iterator[PairClient]:
-        """All pairs that are not lost."""
+        """One after the other. Raises WorkerLost when one is gone and was not forgotten."""
         return (self._pair(number) for number in self._alive())
+
+    def _ask_all(self, action: Callable[[PairClient], _T]) -> tuple[list[_T], list[AsyncFlowError]]:
+        """What `action` gives at each pair, and the errors of those that refuse or are gone: all are asked."""
+        found: list[_T] = []
+        failed: list[AsyncFlowError] = []
+        for number in self._alive():
+            try:
+                found.append(action(self._pair(number)))
+            except WorkerLost as lost:
+                if not self._was_forgotten(number):
+                    failed.append(lost)
+            except AsyncFlowError as error:
+                failed.append(error)
+        return found, failed
+
+    def _everywhere(self, action: Callable[[PairClient], _T]) -> list[_T]:
+        """`action` at all pairs; raises the first error when all were asked."""
+        found, failed = self._ask_all(action)
+        if failed:
+            raise failed[0]
+        return found
+
+    def _was_forgotten(self, number: int) -> bool:
+        """Whether somebody has told the dock that a pair that does not answer is lost for good."""
+        for other in self._alive():
+            if other != number:
+                try:
+                    pair = self._connect(self.addresses[other])
+                except WorkerLost:
+                    continue
+                pair.close()
+                for gone in pair.forgotten:
+                    self._drop_pair(gone)
+                break
+        return number in self._gone
+
+    def _drop_pair(self, number: int) -> None:
+        self._gone.add(number)
+        self._let_go(number)
+
+    def _let_go(self, number: int) -> None:
+        """The next call that needs this pair connects anew; calls under way go on trying."""
+        with self._lock:
+            self._pairs.pop(number, None)
+        self._rooms.pop(number, None)
 
     def _by_pair(self, rows: np.ndarray) -> Iterator[tuple[PairClient, np.ndarray]]:
         """The pairs that hold `rows` and the positions of theirs."""
@@ -131,32 +191,51 @@ class Fleet:
     ) -> np.ndarray:
         """The pair of each group, int64 [groups]. `groups`: ids, sizes, counts, members."""
         alive = self._alive()
-        for number in alive:
+        there = [number for number in alive if self._reachable(number)]
+        if not there:
+            raise WorkerLost(f"no pair of the dock at {self.address} can be reached")
+        for number in there:
             if number not in self._rooms:
                 self._note_room(number)
-        homes = np.array(alive)[spread(weigh(self.schema, values, counts), counts, [self._rooms[n] for n in alive])]
+        rooms = [self._rooms[number] for number in there]
+        homes = np.array(there)[spread(weigh(self.schema, values, counts), counts, rooms)]
         if groups is not None:
             ids, sizes, *_ = groups
             for i in np.flatnonzero(counts < sizes).tolist():
                 homes[i] = named_home(partition, int(ids[i]), alive)
         return homes
 
-    def _put_at(
-        self, home: int, movable: bool, timeout_s: float | None, put: Callable[[PairClient, float | None], list]
-    ) -> list[np.ndarray]:
+    def _put_at(self, home: int, movable: bool, deadline: float, put: _Put) -> list[np.ndarray]:
         """`put` at `home`, or at once elsewhere when that one is full, or at `home` once it has room."""
-        others = [n for n in self._alive() if n != home] if movable else []
-        for number in [home, *others] if others else []:
+        for number in [home, *(n for n in self._rooms if n != home)] if movable else []:
             try:
-                handles = put(self._pair(number), 0.0)
+                return self._put_now(number, 0.0, put)
+            except Unanswered:  # it may have been carried out, or will be
+                raise
             except DeadlineExceeded:
                 continue
-            self._note_room(number)
-            return handles
-        handles = put(self._pair(home), timeout_s)
-        self._note_room(home)
+        return self._put_now(home, max(deadline - time.monotonic(), 0.0), put)
+
+    def _put_now(self, number: int, timeout_s: float, put: _Put) -> list[np.ndarray]:
+        try:
+            handles = put(self._pair(number), timeout_s)
+        except WorkerLost:
+            self._let_go(number)  # whole groups go elsewhere until it can be reached again
+            raise
+        self._note_room(number)
         return handles
 
     def _note_room(self, number: int) -> None:
         pair = self._pair(number)
         self._rooms[number] = Room(pair.arena_bytes, pair.free_bytes, pair.live_rows)
+
+
+def _is_here(address: str) -> bool:
+    """Whether a host:port belongs to this node."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.bind((host, 0))
+    except OSError:
+        return False
+    return True

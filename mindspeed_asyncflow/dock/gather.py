@@ -8,18 +8,40 @@ from typing import Any
 import numpy as np
 
 from mindspeed_asyncflow.dock.columns import Schema
+from mindspeed_asyncflow.dock.kinds import as_array
 from mindspeed_asyncflow.dock.pair import Claim
 from mindspeed_asyncflow.dock.ragged import Ragged
 from mindspeed_asyncflow.errors import DockError
 
 
+def cuttable(schema: Schema, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a put or write as `take` and `weigh` want them: Ragged, arrays and lists."""
+    out: dict[str, Any] = {}
+    for name, column in values.items():
+        if isinstance(column, (str, bytes)) or column is None:
+            raise DockError(f"column {name!r} needs a sequence of rows, got {type(column).__name__}")
+        if isinstance(column, (Ragged, np.ndarray, list)):
+            out[name] = column
+        else:
+            out[name] = as_array(schema.column(name), column) if hasattr(column, "__array__") else list(column)
+    return out
+
+
 def take(values: Any, index: np.ndarray) -> Any:
-    """The entries `index` of a column's values, whatever form they have."""
+    """The entries `index` of a column's values."""
     if isinstance(values, Ragged):
         return values.take(index)
-    if isinstance(values, (list, tuple)):
+    if isinstance(values, list):
         return [values[i] for i in index.tolist()]
-    return np.asarray(values)[index]
+    return values[index]
+
+
+def check_lengths(schema: Schema, values: Mapping[str, Any], rows: int, groups: int) -> None:
+    """Raises DockError unless every column has a value for each row, or, if it is shared, for each group."""
+    for name, column in values.items():
+        expected = groups if schema.column(name).shared else rows
+        if len(column) != expected:
+            raise DockError(f"column {name!r} came with {len(column)} rows, expected {expected}")
 
 
 def merge_values(parts: Sequence[Any], order: np.ndarray) -> Any:
@@ -87,9 +109,10 @@ def join_claims(parts: Sequence[Claim], claim_id: int, wanted: Sequence[int] | N
         order = np.argsort(np.array([place[g] for g in group_ids.tolist()], np.int64), kind="stable")
     names = ("rows", "group_ids", "members", "version_min", "version_max", "tokens")
     arrays = {name: np.concatenate([getattr(part, name) for part in full])[order] for name in names}
+    brought = [part.values for part in full if part.values is not None]
     values = None
-    if full[0].values is not None:
-        values = {name: merge_values([p.values[name] for p in full if p.values], order) for name in full[0].values}
+    if len(brought) == len(full):  # those of another pair come without them: then all are read afterwards
+        values = {name: merge_values([some[name] for some in brought], order) for name in brought[0]}
     return Claim(
         claim_id=claim_id, **arrays, dropped=[drop for part in parts for drop in part.dropped],
         sealed=not len(group_ids) and parts[-1].sealed, values=values, ready=parts[-1].ready,
@@ -97,17 +120,24 @@ def join_claims(parts: Sequence[Claim], claim_id: int, wanted: Sequence[int] | N
 
 
 def check_groups(
-    group_ids: Sequence[int] | np.ndarray,
-    sizes: Sequence[int] | np.ndarray | None,
-    counts: Sequence[int] | np.ndarray | None,
-    members: Sequence[int] | np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Ids, sizes, counts and members of a put as arrays. Raises DockError unless they fit together."""
-    ids, size, count = (np.asarray(() if a is None else a, np.int64) for a in (group_ids, sizes, counts))
-    member = np.asarray(() if members is None else members, np.int32)
-    if not len(ids) == len(size) == len(count) or count.sum() != len(member) or (count < 1).any():
+    group_ids: Sequence[int] | np.ndarray, sizes: Sequence[int] | np.ndarray | None,
+    counts: Sequence[int] | np.ndarray | None, members: Sequence[int] | np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """Ids, sizes, counts and members of a put as arrays, with the defaults of `PairClient.put`.
+
+    Raises DockError unless they fit together.
+    """
+    ids = np.asarray(group_ids, np.int64)
+    count = np.ones(len(ids), np.int64) if counts is None else np.asarray(counts, np.int64)
+    size = count if sizes is None else np.asarray(sizes, np.int64)
+    if not len(ids) == len(size) == len(count) or not len(ids) or (count < 1).any():
         raise DockError(
-            f"a put needs one size and count per group and one member number per row; got {len(ids)} ids, "
-            f"{len(size)} sizes, {len(count)} counts of {count.sum()} rows, {len(member)} members"
+            f"a put has at least one group, and for each a size and a count of one or more; got {len(ids)} ids, "
+            f"{len(size)} sizes, {len(count)} counts"
         )
-    return ids, size, count, member
+    ends = np.cumsum(count)
+    total = int(ends[-1])
+    member = np.arange(total) - np.repeat(ends - count, count) if members is None else np.asarray(members)
+    if len(member) != total:
+        raise DockError(f"a put of {total} rows came with {len(member)} member numbers")
+    return ids, size, count, member.astype(np.int32)

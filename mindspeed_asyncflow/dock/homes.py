@@ -25,8 +25,11 @@ class Room:
 
 
 def named_home(partition: str, name: int | str, pairs: Sequence[int]) -> int:
-    """The pair that everybody computes for a name: of a group whose members come in several puts, or of a team."""
-    return pairs[zlib.crc32(f"{partition}/{name}".encode()) % len(pairs)]
+    """The pair that everybody computes for a name: of a group whose members come in several puts, or of a team.
+
+    The one with the highest draw for this name: when another pair is lost, it stays the same.
+    """
+    return max(pairs, key=lambda pair: zlib.crc32(f"{partition}/{name}/{pair}".encode()))
 
 
 def spread(nbytes: np.ndarray, counts: np.ndarray, rooms: Sequence[Room]) -> np.ndarray:
