@@ -7,18 +7,19 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mindspeed_asyncflow.dock import kinds
-from mindspeed_asyncflow.dock.arena import Arena
-from mindspeed_asyncflow.dock.channel import Broken, Channel
+from mindspeed_asyncflow.dock.arena import GRANULE, Arena
+from mindspeed_asyncflow.dock.channel import NO_STRETCH, Broken, Channel
 from mindspeed_asyncflow.dock.columns import ColumnSpec, Part, Schema, TaskSpec
 from mindspeed_asyncflow.dock.kinds import Packing
 from mindspeed_asyncflow.dock.pool import BufferPool
 from mindspeed_asyncflow.dock.ragged import Ragged, copy_runs, runs
-from mindspeed_asyncflow.dock.warehouse import check_fits
+from mindspeed_asyncflow.dock.warehouse import check_fits, granules, lay_out
 from mindspeed_asyncflow.dock.wire import Message, Verb
 from mindspeed_asyncflow.errors import DockError, WorkerLost
 
@@ -135,7 +136,37 @@ class Calls:
                     bulk += columns[i].buffers(first, last)
             return channel.call(verb, request, short | {"reservation": reply.whole("reservation")}, bulk)
 
-        return self._attempt(verb, place_and_send)
+        if arena is None:
+            return self._attempt(verb, place_and_send)
+        in_stretch = partial(self._in_stretch, arena, verb, message | what, columns, reserve, request)
+        return self._attempt(verb, lambda channel: in_stretch(channel) or place_and_send(channel))
+
+    def _in_stretch(
+        self, arena: Arena, verb: Verb, message: dict[str, Any], columns: Sequence[Packing], reserve: dict[str, Any],
+        request: int, channel: Channel,
+    ) -> Message | None:  # fmt: skip
+        """Values copied into one stretch of the mapped arena, then their call; None where there is no such stretch.
+
+        The stretch is the one that the answer to the last such call on this connection brought, if it is long enough:
+        then the call is a single message.
+        """
+        sizes = [granules(column.nbytes) for column in columns]
+        need = sum(sizes) * GRANULE
+        (number, offset, length), channel.ahead = channel.ahead, NO_STRETCH
+        if length < need:
+            ask = {n: v for n, v in reserve.items() if n not in ("columns", "lengths")}
+            reply = channel.call(Verb.RESERVE, next(self._requests), ask | {"nbytes": need, "instead": number or None})
+            number = reply.whole("reservation")
+            if not number:
+                return None
+            offset = reply.whole("offset")
+        for i, _, rows, at in lay_out(offset, [len(column.lengths) for column in columns], sizes):
+            part = columns[i].part
+            columns[i].copy_into(arena.room(at, part, int(columns[i].counts.sum())), 0, rows)
+        reply = channel.call(verb, request, message | {"reservation": number, "ahead": need})
+        if "ahead" in reply:
+            channel.ahead = (reply["ahead"][0], reply["ahead"][1], need)
+        return reply
 
     def take_values(self, reply: Message, columns: Sequence[str], copy: bool = False) -> dict[str, Any] | None:
         """The columns that an answer locates in the arena or brings along; None when it does neither."""

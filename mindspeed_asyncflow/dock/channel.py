@@ -22,6 +22,9 @@ _MOST_VECTORS = 1024
 _TIMEVAL = struct.Struct("ll")
 
 
+NO_STRETCH = (0, 0, 0)
+
+
 class Broken(Exception):
     """The connection ended before the answer came."""
 
@@ -35,6 +38,7 @@ class Channel:
         """`local`: name of the server's socket on this node, which is tried first."""
         self.address, self._client, self._wait_s, self._pool = address, client, wait_s, pool
         self.usable = False
+        self.ahead = NO_STRETCH  # number, byte offset and size of what the server keeps for the next call from here
         self._patience = 0.0
         self._socket = _connect_here(local) or _connect(address, wait_s)
         try:

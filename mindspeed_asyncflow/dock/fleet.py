@@ -109,7 +109,10 @@ class Fleet:
                 raise WorkerLost(f"pair {number} of this dock was lost and forgotten, or never existed")
             pair = self._pairs.get(number)
         if pair is None:
-            pair = self._connect(self.addresses[number])
+            try:
+                pair = self._connect(self.addresses[number])
+            except WorkerLost as lost:
+                raise WorkerLost(f"pair {number} of this dock cannot be reached: {lost}") from lost
             if self._tokens.setdefault(number, pair.token) != pair.token:
                 pair.close()
                 raise WorkerLost(f"pair {number} at {pair.address} was replaced by another one; its rows are gone")
@@ -135,6 +138,7 @@ class Fleet:
             try:
                 found.append(action(self._pair(number)))
             except WorkerLost as lost:
+                self._let_go(number)
                 if not self._was_forgotten(number):
                     failed.append(lost)
             except AsyncFlowError as error:

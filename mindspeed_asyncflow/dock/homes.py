@@ -7,8 +7,8 @@ producers of one group may be many.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ def named_home(partition: str, name: int | str, pairs: Sequence[int]) -> int:
 
     The one with the highest draw for this name: when another pair is lost, it stays the same.
     """
-    return max(pairs, key=lambda pair: zlib.crc32(f"{partition}/{name}/{pair}".encode()))
+    return max(pairs, key=lambda pair: hashlib.blake2b(f"{partition}/{name}/{pair}".encode(), digest_size=8).digest())
 
 
 def spread(nbytes: np.ndarray, counts: np.ndarray, rooms: Sequence[Room]) -> np.ndarray:

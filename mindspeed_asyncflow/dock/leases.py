@@ -132,7 +132,7 @@ class LeaseBook:
 
     def run_out(self, now: float) -> list[OpenClaim]:
         """Claims whose lease has ended; the caller takes their rows back."""
-        out = []
+        out: dict[int, OpenClaim] = {}  # a claim over several pairs that came again may have two entries
         while self._heap and self._heap[0][0] <= now:
             _, claim_id = heapq.heappop(self._heap)
             claim = self.open.get(claim_id)
@@ -141,8 +141,8 @@ class LeaseBook:
             if claim.deadline > now:  # was renewed
                 heapq.heappush(self._heap, (claim.deadline, claim_id))
             else:
-                out.append(claim)
-        return out
+                out[claim_id] = claim
+        return list(out.values())
 
     def of_worker(self, worker: str) -> list[OpenClaim]:
         return [c for c in self.open.values() if c.worker == worker or (c.sharers is not None and worker in c.sharers)]

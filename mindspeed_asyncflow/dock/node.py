@@ -27,6 +27,7 @@ from mindspeed_asyncflow.dock.wire import Message, Verb, WireError
 from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError
 
 MOST_ROWS = 1 << 22  # of one call
+_NO_ROWS = np.empty(0, np.int64)
 _PUTS = (Verb.PUT, Verb.RESERVE)
 
 
@@ -221,14 +222,26 @@ class DockNode(ControlVerbs):
     # -- rows and values -------------------------------------------------------------------------------------------
 
     def _reserve(self, message: Message, now: float) -> dict:
-        rows, groups = message.whole("rows"), message.whole("groups")
+        rows, groups, connection = message.whole("rows"), message.whole("groups"), message["connection"]
         if not 0 < rows <= MOST_ROWS or not 0 <= groups <= rows:
             raise WireError(f"a reservation is for 1 to {MOST_ROWS} rows")
         if message.flag("put"):
             self.store.check_rows(rows, self.live_rows)
-        return self.store.reserve(message, message["connection"], message.names("columns"), rows, groups)
+        if (instead := message.optional_whole("instead")) is not None:
+            self.store.cancel_of(connection, instead)
+        if (nbytes := message.optional_whole("nbytes")) is not None:
+            return self.store.reserve_stretch(nbytes, connection, message.flag("put"))
+        return self.store.reserve(message, connection, message.names("columns"), rows, groups)
 
-    def _put(self, message: Message, now: float) -> dict:
+    def _with_room_ahead(self, body: dict, message: Message, part: Partition, put: bool) -> dict | Answer:
+        """The answer to a put or write, with room for the next one of this client if it asks for it."""
+        wanted = message.optional_whole("ahead")
+        if wanted is None or self._parked:
+            return body
+        ahead = self.store.ahead(wanted, message["connection"], put)
+        return Answer(body, part, _NO_ROWS, {"ahead": [ahead["reservation"], ahead["offset"]]}) if ahead else body
+
+    def _put(self, message: Message, now: float) -> dict | Answer:
         ids, sizes, counts, members = self._groups(message)
         rows = len(members)
         message["put_ids"] = ids
@@ -261,7 +274,8 @@ class DockNode(ControlVerbs):
                 effect = put_effect(part, ids, sizes, counts, slots, ready, now, versions)
                 self.journal("put", effect | cell_fields(part, values, slots, groups, kept))
             handles = part.handles(slots)
-        return {"rows": handles, "free_bytes": self.warehouse.free_bytes, "live_rows": self.live_rows}
+        body = {"rows": handles, "free_bytes": self.warehouse.free_bytes, "live_rows": self.live_rows}
+        return self._with_room_ahead(body, message, part, True)
 
     def _groups(self, message: Message) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Group ids, sizes and counts, and the members, of a put; without ids each row is a group of its own."""
@@ -287,7 +301,7 @@ class DockNode(ControlVerbs):
         shared = [i for i, cell in enumerate(values.parts) if cell.shared]
         return all(self.store.equal(part, values, i, groups, late) for i in shared)
 
-    def _write(self, message: Message, now: float) -> dict:
+    def _write(self, message: Message, now: float) -> dict | Answer:
         claim_id = message.optional_whole("claim_id")
         if claim_id is not None:
             self.controller.leases.get(claim_id, now)  # says "expired" rather than "stale" for a late result
@@ -318,7 +332,7 @@ class DockNode(ControlVerbs):
                 self.journal("write", write_effect(part, slots, ready) | cell_fields(part, values, slots, None, fresh))
         if claim_id is not None and message.flag("done"):
             self.controller.done(claim_id, part, slots, now)
-        return {}
+        return self._with_room_ahead({}, message, part, False)
 
     def _read(self, message: Message, now: float) -> Answer:
         part, slots = self.controller.resolve(message.ints("rows"), repeats=True)

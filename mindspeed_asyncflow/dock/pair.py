@@ -19,6 +19,7 @@ from mindspeed_asyncflow.dock.columns import Ragged
 from mindspeed_asyncflow.dock.describe import as_text
 from mindspeed_asyncflow.dock.table import pair_numbers
 from mindspeed_asyncflow.dock.wire import Message, Verb
+from mindspeed_asyncflow.errors import DockError
 from mindspeed_asyncflow.records import PromptRow
 
 
@@ -93,6 +94,8 @@ class PairClient(Calls):
         _add_versions(message, versions)
         if group_ids is None:
             rows = next((len(p.lengths) for parts in packed.values() for p in parts), 0)
+            if not rows:
+                raise DockError("a put brings at least one row")
             reply = self.send_values(Verb.PUT, message | {"count": rows}, packed, (rows, rows), timeout_s)
             self._note_room(reply)
             return [reply.ints("rows")]
@@ -100,6 +103,8 @@ class PairClient(Calls):
         many = np.ones(len(ids), np.int64) if counts is None else np.asarray(counts, np.int64)
         ends = np.cumsum(many)
         total = int(ends[-1]) if len(ends) else 0
+        if not total or len(many) != len(ids):
+            raise DockError(f"a put brings at least one row, and a count per group; got {len(ids)} ids, {len(many)} counts")
         if members is None:
             members = np.arange(total) - np.repeat(ends - many, many)
         message |= {

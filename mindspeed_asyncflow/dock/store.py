@@ -13,14 +13,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mindspeed_asyncflow.dock.arena import GRANULE
 from mindspeed_asyncflow.dock.columns import Part, Schema
 from mindspeed_asyncflow.dock.partition import Partition
 from mindspeed_asyncflow.dock.ragged import copy_runs, runs
-from mindspeed_asyncflow.dock.warehouse import Piece, Warehouse, cell_offsets, check_fits, room_for, sizes_of
+from mindspeed_asyncflow.dock.warehouse import (
+    Piece,
+    Warehouse,
+    cell_offsets,
+    check_fits,
+    granules,
+    lay_out,
+    room_for,
+    sizes_of,
+)
 from mindspeed_asyncflow.dock.wire import Message, WireError
 from mindspeed_asyncflow.errors import DockError, DockFull
 
 PUT_SHARE = 0.75  # of the arena: what puts may fill; the rest is for results
+AHEAD_SHARE = 0.5  # of the arena: up to here clients may hold room for their next call
 _ALIGN = 8  # bytes: where each part begins in the values of an answer
 _SMALL_RUN = 1024  # bytes: shorter stretches are gathered before they are sent
 _MOST_GATHERED = 8 << 20  # bytes
@@ -53,9 +64,13 @@ class _Reservation:
     pieces: list[Piece]
     put: bool
     total: int
+    stretch: tuple[int, int] | None = None  # byte offset and size: the client lays the parts out itself
 
     def spans(self) -> np.ndarray:
         """Begins and ends in bytes, int64 [n, 2]."""
+        if self.stretch is not None:
+            offset, nbytes = self.stretch
+            return np.array([(offset, offset + nbytes)], np.int64)
         ends = [o + int(self.lengths[i][a:b].sum()) * self.parts[i].itemsize for i, a, b, o in self.pieces]
         return np.array([(piece[3], end) for piece, end in zip(self.pieces, ends)], np.int64).reshape(-1, 2)
 
@@ -95,6 +110,33 @@ class Store:
             self.journal("reserve", {"number": number, "spans": kept.spans().reshape(-1)})
         return {"reservation": number, "pieces": np.array(pieces, np.int64).reshape(-1)}
 
+    def reserve_stretch(self, nbytes: int, owner: object, put: bool) -> dict:
+        """One stretch that the client fills and describes later; reservation 0: only several pieces would do."""
+        if nbytes < 1:
+            raise WireError(f"a reservation of {nbytes} bytes")
+        most = int(self.warehouse.capacity_bytes * PUT_SHARE) if put else self.warehouse.capacity_bytes
+        check_fits(nbytes, most)
+        if nbytes > self.warehouse.free_bytes or (put and self.warehouse.used_bytes + nbytes > most):
+            raise NoRoom(f"{nbytes} free bytes")
+        return self._keep_stretch(nbytes, owner, put) or {"reservation": 0}
+
+    def ahead(self, nbytes: int | None, owner: object, put: bool) -> dict:
+        """A stretch for the next call of a client that may write as much again, while half of the arena is free."""
+        most = int(self.warehouse.capacity_bytes * AHEAD_SHARE)
+        if nbytes is None or nbytes < 1 or self.warehouse.used_bytes + nbytes > most:
+            return {}
+        return self._keep_stretch(nbytes, owner, put)
+
+    def _keep_stretch(self, nbytes: int, owner: object, put: bool) -> dict:
+        offset = self.warehouse.stretch(nbytes)
+        if offset is None:
+            return {}
+        number = next(self._numbers)
+        kept = self._reserved[number] = _Reservation(owner, [], [], [], [], put, 0, (offset, nbytes))
+        if self.journal is not None:
+            self.journal("reserve", {"number": number, "spans": kept.spans().reshape(-1)})
+        return {"reservation": number, "offset": offset}
+
     def _room(self, parts: Sequence[Part], lengths: Sequence[np.ndarray], put: bool) -> list[Piece]:
         house = self.warehouse
         total = room_for(sizes_of(parts, lengths))
@@ -110,7 +152,10 @@ class Store:
         kept = self._reserved.pop(number, None)
         if kept is not None:
             self._unreserved(number)
-            self.warehouse.cancel(kept.pieces, kept.parts, kept.lengths)
+            if kept.stretch is not None:
+                self.warehouse.give(kept.spans())
+            else:
+                self.warehouse.cancel(kept.pieces, kept.parts, kept.lengths)
 
     def cancel_of(self, owner: object, number: object = None) -> bool:
         """As `cancel`, for one or all (None) reservations of a connection; whether there were any."""
@@ -122,6 +167,14 @@ class Store:
     def reserved_spans(self) -> dict[int, np.ndarray]:
         """Begins and ends in bytes of what clients may be writing now, by reservation; int64 [2n] each."""
         return {number: kept.spans().reshape(-1) for number, kept in self._reserved.items()}
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Room that clients hold and have not filled yet."""
+        return sum(
+            int((granules(1) * (-(-spans[:, 1] // GRANULE) - spans[:, 0] // GRANULE)).sum()) * GRANULE
+            for spans in (kept.spans() for kept in self._reserved.values())
+        )
 
     def _unreserved(self, number: int) -> None:
         if self.journal is not None:
@@ -170,8 +223,10 @@ class Store:
         number = message.whole("reservation")
         if number:
             kept = self._reserved.get(number)
-            if kept is None or kept.owner is not owner or kept.put is not put:
+            if kept is None or kept.owner is not owner or (kept.put is not put and kept.stretch is None):
                 raise DockError("the bytes of this call were not reserved by its connection")
+            if kept.stretch is not None:
+                return self._in_stretch(message, number, kept.stretch, rows, shared_rows)
             for part, lengths in zip(kept.parts, kept.lengths):
                 if len(lengths) != (shared_rows if part.shared else rows):
                     raise DockError(f"column {part.name!r} was reserved for {len(lengths)} rows")
@@ -191,6 +246,24 @@ class Store:
             arena[offset : offset + size] = data[at : at + size]
             at += size
         return Values(columns, parts, given, pieces, cell_offsets(pieces, parts, given))
+
+    def _in_stretch(
+        self, message: Message, number: int, stretch: tuple[int, int], rows: int, shared_rows: int
+    ) -> Values:
+        """Values that the client has laid out in its stretch; what it did not need is free again."""
+        columns = message.names("columns")
+        parts, lengths = self._lengths(message, columns, rows, shared_rows)
+        sizes = [granules(nbytes) for nbytes in sizes_of(parts, lengths)]
+        offset, nbytes = stretch
+        end = offset + sum(sizes) * GRANULE
+        if end > offset + nbytes:
+            raise DockError(f"{end - offset} bytes of values came for {nbytes} that were reserved")
+        del self._reserved[number]
+        self._unreserved(number)
+        if end < offset + nbytes:
+            self.warehouse.give(np.array([(end, offset + nbytes)], np.int64))
+        pieces = lay_out(offset, [len(n) for n in lengths], sizes)
+        return Values(columns, parts, lengths, pieces, cell_offsets(pieces, parts, lengths))
 
     def give_up(self, values: Values) -> None:
         self.warehouse.cancel(values.pieces, values.parts, values.lengths)

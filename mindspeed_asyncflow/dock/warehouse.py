@@ -47,6 +47,15 @@ def room_for(nbytes: Sequence[int]) -> int:
     return sum(map(granules, nbytes)) * GRANULE
 
 
+def lay_out(offset: int, rows: Sequence[int], sizes: Sequence[int]) -> list[Piece]:
+    """A piece per part, one after the other from byte `offset`; `sizes` in granules."""
+    pieces = []
+    for i, (count, size) in enumerate(zip(rows, sizes)):
+        pieces.append((i, 0, count, offset))
+        offset += size * GRANULE
+    return pieces
+
+
 class Placed(NamedTuple):
     """Cells of one part that are to be."""
 
@@ -99,6 +108,14 @@ class Warehouse:
 
     # -- extents ---------------------------------------------------------------------------------------------------
 
+    def stretch(self, nbytes: int) -> int | None:
+        """Byte offset of one free run of `nbytes`, taken; None when there is none."""
+        start = self._free.take(granules(nbytes))
+        if start is None:
+            return None
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return start * GRANULE
+
     def reserve(self, parts: Sequence[Part], lengths: Sequence[np.ndarray]) -> list[Piece] | None:
         """Room for one call: a piece per part, or several; None when it is not there now."""
         sizes = [granules(nbytes) for nbytes in sizes_of(parts, lengths)]
@@ -108,12 +125,8 @@ class Warehouse:
         start = self._free.take(total) if total else 1
         if start is None:
             return self._reserve_apart(parts, lengths, sizes)
-        pieces = []
-        for i, size in enumerate(sizes):
-            pieces.append((i, 0, len(lengths[i]), start * GRANULE))
-            start += size
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return pieces
+        return lay_out(start * GRANULE, [len(n) for n in lengths], sizes)
 
     def _reserve_apart(
         self, parts: Sequence[Part], lengths: Sequence[np.ndarray], sizes: Sequence[int]

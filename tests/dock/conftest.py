@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, ColumnSpec, Schema, TaskSpec, grpo_tasks
 from mindspeed_asyncflow.dock.controller import Controller
+from mindspeed_asyncflow.dock.member import Member
 from mindspeed_asyncflow.dock.partition import ClaimRequest, Grant
 from mindspeed_asyncflow.dock.server import DockServer
 from mindspeed_asyncflow.errors import AsyncFlowError
@@ -137,3 +139,71 @@ def prompts() -> Callable[..., list[list[PromptRow]]]:
         ]
 
     return make
+
+
+PAIR_COLUMNS = [
+    ColumnSpec("prompt", "int32", "ragged", shared=True, tokens=True),
+    ColumnSpec("x", "int32", "ragged", tokens=True),
+    ColumnSpec("y", "float32"),
+    ColumnSpec("note", "uint8", "text"),
+    ColumnSpec("turns", "int16", "nested"),
+    ColumnSpec("grid", "bfloat16", "ragged", shape=(2, 3)),
+]
+PAIR_TASKS = [TaskSpec("make", ("prompt",)), TaskSpec("use", ("x",)), TaskSpec("learn", ("prompt", "x", "y"))]
+
+
+class Dock:
+    """Several pairs, each on a loopback address of its own as if on a node of its own; nothing is mapped across."""
+
+    def __init__(self, count: int, **how) -> None:
+        how = {"arena_mb": 2, "lease_s": 30.0, "secret": SECRET} | how
+        self.servers = [DockServer(PAIR_COLUMNS, PAIR_TASKS, host=f"127.0.0.{2 + i}", **how) for i in range(count)]
+        for server in self.servers:
+            server.start()
+        self.addresses = [server.address for server in self.servers]
+        self.clients: list[DockClient] = []
+        self.client(home=0)  # joins them
+        self.when(lambda: all(link.up for i in range(count) for link in self.member(i).peers.links.values()))
+
+    def client(self, home: int = 0, **how) -> DockClient:
+        how = {"wait_s": 10.0, "map_arena": False, "restart_s": 0.3} | how
+        self.clients.append(DockClient(self.addresses, SECRET, home=home, **how))
+        return self.clients[-1]
+
+    def member(self, number: int) -> Member:
+        return self.servers[number]._member
+
+    def stats(self, number: int) -> dict:
+        return self.clients[0]._pair(number).stats()
+
+    def lose(self, number: int) -> None:
+        """This pair goes away with its node."""
+        self.servers[number].close()
+
+    @staticmethod
+    def when(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < deadline, f"did not happen within {limit_s} s"
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        for server in self.servers:
+            server.close()
+            assert server.failure is None
+
+
+@pytest.fixture
+def docks() -> Iterator[Callable[..., Dock]]:
+    """docks(n): n pairs as one dock."""
+    made: list[Dock] = []
+
+    def make(count: int = 3, **how) -> Dock:
+        made.append(Dock(count, **how))
+        return made[-1]
+
+    yield make
+    for dock in made:
+        dock.close()
