@@ -35,7 +35,8 @@ def as_text(
     """Statistics of one pair for a person; `earlier`, `seconds` before, turns counts of claims into rates."""
     lines = [
         f"pair {stats['pair']} of {stats['pairs']} at {address}: {_mib(stats['used_bytes'])} of "
-        f"{_mib(stats['arena_bytes'])} MiB used ({_mib(stats['payload_bytes'])} payload), "
+        f"{_mib(stats['arena_bytes'])} MiB used ({_mib(stats['payload_bytes'])} payload, "
+        f"{_mib(stats['reserved_bytes'])} more reserved), "
         f"{stats['claims']} claims open, {stats['peers']['steals']} served by other pairs, "
         f"{stats['leases_expired']} leases ran out, back-pressure {stats['back_pressure_s']:.1f} s, "
         f"dropped: {_counts(stats['drops'])}{', frozen' if stats['frozen'] else ''}"

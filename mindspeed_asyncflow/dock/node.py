@@ -383,11 +383,12 @@ class DockNode(ControlVerbs):
         return answer
 
     def _stats(self, message: Message, now: float) -> dict:
-        house = self.warehouse
+        house, reserved = self.warehouse, self.store.reserved_bytes
         self.controller.now = now
         return report.stats(self.controller) | {
             "arena_bytes": house.capacity_bytes,
-            "used_bytes": house.used_bytes,
+            "used_bytes": house.used_bytes - reserved,
+            "reserved_bytes": reserved,
             "free_bytes": house.free_bytes,
             "peak_bytes": house.peak_bytes,
             "payload_bytes": house.payload_bytes,

@@ -104,7 +104,7 @@ class PairClient(Calls):
         ends = np.cumsum(many)
         total = int(ends[-1]) if len(ends) else 0
         if not total or len(many) != len(ids):
-            raise DockError(f"a put brings at least one row, and a count per group; got {len(ids)} ids, {len(many)} counts")
+            raise DockError(f"a put has at least one row and a count per group; got {len(ids)} ids, {len(many)} counts")
         if members is None:
             members = np.arange(total) - np.repeat(ends - many, many)
         message |= {

@@ -171,10 +171,8 @@ class Store:
     @property
     def reserved_bytes(self) -> int:
         """Room that clients hold and have not filled yet."""
-        return sum(
-            int((granules(1) * (-(-spans[:, 1] // GRANULE) - spans[:, 0] // GRANULE)).sum()) * GRANULE
-            for spans in (kept.spans() for kept in self._reserved.values())
-        )
+        every = (kept.spans() for kept in self._reserved.values())
+        return sum(room_for((spans[:, 1] - spans[:, 0]).tolist()) for spans in every)
 
     def _unreserved(self, number: int) -> None:
         if self.journal is not None:

@@ -182,13 +182,13 @@ def test_a_bulk_that_does_not_fit_its_reservation_closes_the_connection_and_free
     for nbytes in (MIB - 1, MIB + 1, 1 << 39, 0):
         with raw(served) as sock:
             number = reserve(sock, MIB)
-            assert client.stats()["used_bytes"] == MIB
+            assert client.stats()["reserved_bytes"] == MIB
             message = {"partition": "p", "count": 1, "reservation": number, "timeout_s": 0.0}
             if nbytes:
                 sock.sendall(wire.frame(Verb.PUT, 0, 9, 2, message, nbytes))
                 with contextlib.suppress(ConnectionResetError):
                     assert sock.recv(1) == b""
-        wait_until(lambda: not client.stats()["used_bytes"])
+        wait_until(lambda: not client.stats()["reserved_bytes"])
     with raw(served) as sock, raw(served) as thief:
         number = reserve(sock, MIB)
         message = {"partition": "p", "count": 1, "reservation": number, "timeout_s": 0.0}
@@ -203,8 +203,8 @@ def test_a_writer_that_dies_in_the_middle_of_its_bulk_leaves_nothing(served, con
         number = reserve(sock, 8 * MIB)
         message = {"partition": "p", "count": 1, "reservation": number, "timeout_s": 0.0}
         sock.sendall(wire.frame(Verb.PUT, 0, 9, 2, message, 8 * MIB) + bytes(3 * MIB))
-        assert client.stats()["used_bytes"] == 8 * MIB
-    wait_until(lambda: not client.stats()["used_bytes"])
+        assert client.stats()["reserved_bytes"] == 8 * MIB
+    wait_until(lambda: not client.stats()["reserved_bytes"])
     assert client.stats()["live_rows"] == 0
 
 
@@ -335,3 +335,36 @@ def test_a_pair_that_is_gone_is_named_after_the_time_that_a_restart_may_take(ser
         with pytest.raises(WorkerLost, match=rf"pair 0 at {client.address} .*0\.3 s"):
             client.put("p", values=batch(2, 3))
         assert 0.2 < time.monotonic() - begun < 2.0
+
+
+def test_the_second_large_put_of_a_client_is_one_message_and_room_ahead_is_bounded_by_half_the_arena(connect):
+    client = connect()
+    verbs: list[str] = []
+    channel = client._channel(False)
+    original = channel.call
+    channel.call = lambda verb, *a, **k: (verbs.append(verb.name), original(verb, *a, **k))[1]
+    client._keep(channel)
+    values = {"ids": [np.arange(60_000, dtype=np.int32)] * 2}
+    for _ in range(3):
+        client.put("p", values=values)
+    assert verbs == ["RESERVE", "PUT", "PUT", "PUT"]
+    while client.stats()["reserved_bytes"]:
+        client.put("p", values=values)
+    stats = client.stats()
+    assert stats["used_bytes"] <= 0.5 * stats["arena_bytes"] < stats["used_bytes"] + 480_000 * 2
+    client.put("p", values=values)
+    assert verbs[-2:] == ["RESERVE", "PUT"]
+
+
+def test_room_ahead_of_a_client_that_leaves_or_needs_more_is_free_again(connect):
+    client = connect()
+    client.put("p", values={"ids": [np.arange(60_000, dtype=np.int32)]})
+    assert client.stats()["reserved_bytes"] == 240_000
+    rows = client.put("p", values={"ids": [np.arange(90_000, dtype=np.int32)]})[0]
+    assert client.stats()["reserved_bytes"] == 360_000, "one stretch for the next call, as long as this one"
+    client.put("p", values={"ids": [np.arange(50_000, dtype=np.int32)]})
+    assert client.stats()["reserved_bytes"] == 200_000, "what a shorter call leaves of its stretch is free"
+    assert np.array_equal(client.read(rows, ["ids"])["ids"][0], np.arange(90_000))
+    other = connect()
+    client.close()
+    wait_until(lambda: not other.stats()["reserved_bytes"])

@@ -193,8 +193,8 @@ def test_bytes_reserved_by_a_lost_connection_are_free_again(server, connect):
                    "timeout_s": 0.0}  # fmt: skip
         sock.sendall(b"".join(wire.encode(wire.Verb.RESERVE, 0, 3, 1, message)))
         sock.recv(wire.HEADER.size, socket.MSG_WAITALL)
-        assert client.stats()["used_bytes"] == 1 << 20
-    wait_until(lambda: not client.stats()["used_bytes"])
+        assert client.stats()["reserved_bytes"] == 1 << 20
+    wait_until(lambda: not client.stats()["reserved_bytes"])
 
 
 def test_a_waiter_whose_connection_is_lost_takes_no_rows(server, connect, prompts):
