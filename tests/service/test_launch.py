@@ -97,10 +97,10 @@ def trace(job):
     return json.loads((job.folder / "trace" / "trace.json").read_text())["traceEvents"]
 
 
-def test_lag_0_trains_the_same_weights_twice_on_a_seed(tmp_path):
+def test_lag_0_trains_the_same_weights_twice_on_a_seed_also_on_a_dock_of_two_pairs(tmp_path):
     weights = []
-    for name in ("first", "second"):
-        job = Job(tmp_path / name, DEFAULT, "workflow.max_lag=0", "trainer.steps=3")
+    for name, pairs in (("first", 1), ("second", 2)):
+        job = Job(tmp_path / name, DEFAULT, "workflow.max_lag=0", "trainer.steps=3", f"dock.pairs={pairs}")
         assert finished(job)["max_lag"] == 0
         weights.append(load_file(job.folder / "hf" / "model.safetensors"))
     assert weights[0].keys() == weights[1].keys()
@@ -148,7 +148,7 @@ def test_a_signal_ends_every_process_within_15_s(tmp_path, number):
     assert "stopped by a signal" in job.summary["error"]
 
 
-@pytest.mark.parametrize("victim", ["rollout", "trainer", "driver"])
+@pytest.mark.parametrize("victim", ["rollout", "trainer", "dock", "driver"])
 def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(tmp_path, victim):
     """B47, B97: kill -9 after step 1."""
     job = Job(
@@ -166,7 +166,7 @@ def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(tmp_path
         return
     os.kill(pid_of(job, victim), signal.SIGKILL)
     assert job.wait(15) == 1, job.text
-    assert f"{victim}0" in job.summary["error"]
+    assert ("dock pair 0" if victim == "dock" else f"{victim}0") in job.summary["error"]
     assert not (job.folder / "checkpoints").exists()
     assert job.leftovers() == []
 
