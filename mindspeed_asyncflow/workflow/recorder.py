@@ -178,7 +178,7 @@ class StepRecorder:
         waiting = waiting_rows(stats)
         get_tracer().counter("dock: rows that wait", **waiting)
         metrics |= self._idle(wall) | {f"queue/{task}": float(n) for task, n in waiting.items()}
-        metrics |= self._pending_eval
+        metrics |= dock_gauges(stats) | self._pending_eval
         sync.new_step()
         self.metrics.write(step, metrics)
         self.progress.step(step, metrics)
@@ -275,3 +275,13 @@ def waiting_rows(stats: Mapping[str, Any]) -> dict[str, int]:
     """Rows that are ready for a task and held by nobody."""
     tasks = stats["partitions"].get("train", {"tasks": {}})["tasks"]
     return {task: int(states["ready"]) for task, states in tasks.items() if task in ("rollout", "reward", "train")}
+
+
+def dock_gauges(stats: Mapping[str, Any]) -> dict[str, float]:
+    """How full the dock is, and what its waits and redeliveries have come to."""
+    return {
+        "dock/used_ratio": stats["used_bytes"] / stats["arena_bytes"],
+        "dock/back_pressure_s": stats["back_pressure_s"],
+        "dock/redelivered": sum(task["rows_redelivered"] for task in stats["tasks"].values()),
+        "dock/served_by_other_pairs": stats["peers"]["stolen_rows"],
+    }
