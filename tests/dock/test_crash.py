@@ -272,9 +272,9 @@ def test_a_pair_killed_between_reserving_and_putting_or_after_a_put_has_the_rows
     assert client.stats()["payload_bytes"] < free
 
 
-def consume(addresses: list[str], home: int, seconds: float, out: str) -> None:
+def consume(addresses: list[str], home: int, seconds: float, out: str, mapped: bool) -> None:
     """Makes results for prompts and learns from them until the stream ends; notes what it has done."""
-    client = DockClient(addresses, SECRET, wait_s=20.0, map_arena=False, restart_s=15.0, home=home)
+    client = DockClient(addresses, SECRET, wait_s=20.0, map_arena=mapped, restart_s=15.0, home=home)
     worker, finished, lost, wrong = f"c{home}-{os.getpid()}", [], 0, 0
     deadline = time.monotonic() + seconds
     ended = {"make": False, "learn": False}
@@ -306,32 +306,33 @@ def consume(addresses: list[str], home: int, seconds: float, out: str) -> None:
         json.dump({"finished": finished, "lost": lost, "wrong": wrong, "ended": ended}, file)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_pairs_killed_again_and_again_under_load_lose_no_row_and_serve_none_twice(cluster, tmp_path, seed):
+@pytest.mark.parametrize(("seed", "mapped"), [(1, False), (2, True)])
+def test_pairs_killed_again_and_again_under_load_lose_no_row_and_serve_none_twice(cluster, tmp_path, seed, mapped):
     """Two consumers, one producer, three pairs, of which a random one is killed and started again all the time."""
     rng = random.Random(seed)
     dock = cluster(3, lease_s=4.0)
     outs = [str(tmp_path / f"out{i}") for i in range(2)]
-    consumers = [in_process(consume, dock.addresses, i, 90.0, outs[i]) for i in range(2)]
-    client = dock.client(2, restart_s=15.0, wait_s=20.0)
+    consumers = [in_process(consume, dock.addresses, i, 90.0, outs[i], mapped) for i in range(2)]
+    client = dock.client(2, restart_s=15.0, wait_s=20.0, map_arena=mapped)
     handles: list[int] = []
     produced = threading.Event()
 
     def produce() -> None:
-        for first in range(0, 400, 8):
-            handles.extend(np.concatenate(put(client, list(range(first, first + 8)))).tolist())
+        for first in range(0, 400, 4):
+            handles.extend(np.concatenate(put(client, list(range(first, first + 4)))).tolist())
             time.sleep(0.03)
         produced.set()
 
     producer = threading.Thread(target=produce, daemon=True)
     producer.start()
     while not produced.is_set():
-        time.sleep(rng.uniform(0.05, 0.5))
+        time.sleep(rng.uniform(0.02, 0.3))
         rng.choice(dock.nodes).again()
         assert sum(node.restarts for node in dock.nodes) < 200
     producer.join()
     client.seal("p")
-    rng.choice(dock.nodes).again()
+    for node in rng.sample(dock.nodes, 3):
+        node.again()
     for process in consumers:
         process.join(100.0)
         assert not process.is_alive()
@@ -348,7 +349,7 @@ def test_pairs_killed_again_and_again_under_load_lose_no_row_and_serve_none_twic
     client.free(np.array(handles))
     stats = client.stats()
     assert stats["payload_bytes"] == 0 and stats["live_rows"] == 0
-    assert all(node.restarts for node in dock.nodes)
+    assert sum(node.restarts for node in dock.nodes) >= 8
 
 
 def test_a_pair_that_is_killed_for_good_is_named_and_its_groups_are_issued_again(cluster):
