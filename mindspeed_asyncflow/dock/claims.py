@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,30 +12,23 @@ from mindspeed_asyncflow.dock.columns import Schema
 from mindspeed_asyncflow.dock.leases import PAIR_SHIFT, SPREAD_CLAIM, LeaseBook, OpenClaim
 from mindspeed_asyncflow.dock.partition import ClaimRequest, Dropped, Grant, Partition
 from mindspeed_asyncflow.dock.policies import Policy, pick
-from mindspeed_asyncflow.dock.queue import CLAIMED, READY, WAITING, TaskQueue
+from mindspeed_asyncflow.dock.queue import CLAIMED, WAITING, TaskQueue
 from mindspeed_asyncflow.dock.teams import TeamKey, Teams, divide, part_of, team_key
-from mindspeed_asyncflow.dock.waiting import Bucket, QueueKey, Waiting
-from mindspeed_asyncflow.errors import AsyncFlowError, DockError
+from mindspeed_asyncflow.dock.waking import Waking
+from mindspeed_asyncflow.errors import DockError
 
 _NOTHING = np.empty(0, np.int64)
 _DONE, _RELEASED = "it is done", "it was released"
 
 
-class Claims(ABC):
+class Claims(Waking):
     def __init__(self, schema: Schema, lease_s: float, pair: int, first_claim: int) -> None:
+        super().__init__(LeaseBook(lease_s, first_claim, pair))
         self.schema = schema
         self.pair = pair
-        self.leases = LeaseBook(lease_s, first_claim, pair)
-        self.partitions: dict[str, Partition] = {}
-        self.waiting = Waiting()
         self.teams = Teams(lease_s, self._takeable, self._lease_end)
-        self.outcomes: list[tuple[object, Grant | AsyncFlowError]] = []
         self.ends: list[object] = []  # parked requests with `hold_end` for which the stream has ended here
-        self.touched: set[QueueKey] = set()  # queues that may satisfy somebody now
         self.counters: dict[str, report.TaskCounters] = {}
-        self.now = 0.0  # the clock at the last verb
-        self._frozen_at: float | None = None
-        self._unwoken = False
 
     @abstractmethod
     def drop_stale(self, part: Partition, slots: np.ndarray) -> None:
@@ -53,19 +45,6 @@ class Claims(ABC):
     @abstractmethod
     def note_spread(self, claim_id: int, is_open: bool) -> None:
         """For the journal: a claim over several pairs has rows here, or its client has ended it here."""
-
-    @property
-    def frozen(self) -> bool:
-        """While true nothing is granted to parked claims and no lease ends; leases are longer by that time after."""
-        return self._frozen_at is not None
-
-    @frozen.setter
-    def frozen(self, value: bool) -> None:
-        if value and self._frozen_at is None:
-            self._frozen_at = self.now
-        elif not value and self._frozen_at is not None:
-            self.leases.extend_all(self.now - self._frozen_at)
-            self._frozen_at = None
 
     # -- rows are given out ----------------------------------------------------------------------------------------
 
@@ -350,66 +329,3 @@ class Claims(ABC):
         self.touched.add((part.name, claim.task))
         if doomed is not None and len(live) < len(slots):
             self.leave_doomed(part, claim.task, slots[doomed])
-
-    @contextmanager
-    def unwoken(self, now: float) -> Iterator[None]:
-        """Nobody is served before its end: the journal hears what a call did before what follows from it."""
-        self._unwoken = True
-        try:
-            yield
-        finally:
-            self._unwoken = False
-        self.wake(now)
-
-    # -- waiting ---------------------------------------------------------------------------------------------------
-
-    def wake(self, now: float) -> None:
-        """Answers parked requests of the queues that changed, oldest first."""
-        self.now = now
-        if self._frozen_at is not None or self._unwoken:
-            return
-        while self.touched:
-            key = self.touched.pop()
-            buckets = self.waiting.buckets(key)
-            part = self.partitions.get(key[0]) if buckets else None
-            if part is not None and not part.closing:
-                queue = part.queues[key[1]]
-                if part.sealed and not queue.counts[WAITING]:
-                    self._serve_end(key, queue, now)
-                else:
-                    self._serve(buckets, queue, part.groups.singles, now)
-
-    def _serve(self, buckets: list[Bucket], queue: TaskQueue, singles: bool, now: float) -> None:
-        """While rows are ready: the oldest request that they are enough for; then those that only watch."""
-        stuck: set[int] = set()  # buckets of which the oldest got nothing
-        while queue.counts[READY]:
-            able = [
-                bucket for bucket in buckets
-                if bucket and not bucket.peek and id(bucket) not in stuck
-                and queue.ready_units(not (bucket.rows or singles)) >= bucket.needs
-            ]  # fmt: skip
-            if not able:
-                break
-            bucket = min(able, key=lambda b: b.oldest)
-            if not self._retry(bucket[bucket.oldest], now):
-                stuck.add(id(bucket))
-        for bucket in buckets:
-            while bucket.peek and bucket and self._retry(bucket[bucket.oldest], now):
-                pass
-
-    def _serve_end(self, key: QueueKey, queue: TaskQueue, now: float) -> None:
-        """Only claimed rows can become ready again: who holds all of these itself waits no more."""
-        for request in self.waiting.of_queue(key):
-            own = self.leases.held.get((request.partition, request.task, request.owner), 0)
-            if (queue.counts[READY] or own == queue.counts[CLAIMED]) and request.key in self.waiting:
-                self._retry(request, now)
-
-    def _retry(self, request: ClaimRequest, now: float) -> bool:
-        grant = self._attempt(request, pick(request.policy, request.unit, request.group_ids), now)
-        if grant is not None:
-            self._answer(request, grant)
-        return grant is not None
-
-    def _answer(self, request: ClaimRequest, grant: Grant) -> None:
-        self.cancel(request.key)
-        self.outcomes.append((request.key, grant))

@@ -7,34 +7,28 @@ ring knows its groups. While one client has frozen the pair, the calls of all ot
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from mindspeed_asyncflow.dock import wire
-from mindspeed_asyncflow.dock.answers import Answers
 from mindspeed_asyncflow.dock.arena import Arena
-from mindspeed_asyncflow.dock.columns import Schema, column_table
-from mindspeed_asyncflow.dock.effects import describe_state
+from mindspeed_asyncflow.dock.columns import Schema
 from mindspeed_asyncflow.dock.inventory import divide, export, find
-from mindspeed_asyncflow.dock.journal import Effect, Journal, read_journal
 from mindspeed_asyncflow.dock.link import Link, Watcher
-from mindspeed_asyncflow.dock.node import MOST_ROWS, Answer, DockNode
+from mindspeed_asyncflow.dock.memory import Memory
+from mindspeed_asyncflow.dock.node import Answer, DockNode
 from mindspeed_asyncflow.dock.partition import Partition
 from mindspeed_asyncflow.dock.peers import Peers
-from mindspeed_asyncflow.dock.rebuild import Rebuild
 from mindspeed_asyncflow.dock.stolen import as_shares, for_peers, team_of
 from mindspeed_asyncflow.dock.wire import Message, Verb
-from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError, PlatformError
+from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError
 
 _NOT_REMEMBERED = (Verb.READ, Verb.STATS, Verb.RESERVE, Verb.CHECK, Verb.FIND, Verb.LOST, Verb.EXPORT)
 _NEVER_HELD = (Verb.READ, Verb.STATS, Verb.CHECK, Verb.CANCEL, Verb.MIRROR, Verb.LOST, Verb.FIND, Verb.JOIN)
 _LONGEST_FREEZE_S = 3600.0
-_ROW_BYTES, _CELL_BYTES, _CALL_BYTES = 192, 32, 1 << 16  # most that a row, a cell and a call add to the journal
-BOOT_SHIFT = 32  # claim ids, reservations and groups without a name: the number of the start, then a counter
 
 Outcome = bytes | Answer | AsyncFlowError
 
@@ -54,12 +48,11 @@ class Member:
         self, schema: Schema, arena: Arena, lease_s: float, pair: int, max_rows: int, secret: bytes, watcher: Watcher,
         now: float, restart: bool,
     ) -> None:  # fmt: skip
-        effects = list(read_journal(journal_path(arena.path), arena.token)) if restart else []
-        boot = 1 + max((fields["number"] for kind, fields in effects if kind == "boot"), default=-1)
-        self._boot = boot
-        self.node = DockNode(schema, arena, lease_s, pair, max_rows, first_claim=(boot << BOOT_SHIFT) + 1)
+        self.memory = memory = Memory(arena, restart)
+        self.node = DockNode(schema, arena, lease_s, pair, max_rows, memory.first_number)
         self.peers = Peers(secret, watcher, self._stolen, self._groups)
-        self.answers = Answers()
+        memory.start(self.node, self.peers, now, lease_s)
+        self.journal, self.answers = memory.journal, memory.answers
         self.messages = 0  # frames that came in, from clients and from other pairs
         self._callers: dict[object, _Caller] = {}  # of calls that wait
         self._outcomes: list[tuple[object, Outcome]] = []
@@ -68,15 +61,7 @@ class Member:
         self._frozen_by: int | None = None
         self._thaw_at = 0.0
         self._held: list[tuple[object, _Caller]] = []  # calls that came while another client had frozen the pair
-        self._quarantine: list[tuple[float, int, np.ndarray]] = []  # reservations of earlier starts: bytes that their
-        # clients may still be writing; until when, number, begins and ends
-        if restart:
-            self._rebuild(effects, now, lease_s)
-        self.journal = Journal(journal_path(arena.path), arena.token)
-        self.journal.start(self._description())
-        self.node.set_journal(self.journal.note)
         self.node.on_gone = self._gone
-        self.node.before = lambda message: self.journal.ensure_room(self._journal_bytes(message))
         self._own = {
             Verb.JOIN: self._join, Verb.MIRROR: self._mirror, Verb.LOST: self._lost, Verb.FORGET_PAIR: self._forget,
             Verb.FREEZE: self._freeze, Verb.THAW: self._thaw, Verb.CANCEL: self._cancel_call, Verb.STATS: self._stats,
@@ -207,70 +192,22 @@ class Member:
     def tick(self, now: float) -> None:
         self.node.tick(now)
         self.peers.tick(now)
-        while self._quarantine and self._quarantine[0][0] <= now:
-            _, number, spans = self._quarantine.pop(0)
-            self.journal.note("unreserve", {"number": number})
-            self.node.warehouse.give(spans)
-            self.node.room_made(now)
+        self.memory.tick(now)
         if self._frozen_by is not None and self._thaw_at <= now:
             self._end_freeze(now)
         self._collect(now)
         self.journal.flush()
-        self._compact()
+        self.memory.compact()
 
     def next_deadline(self) -> float | None:
-        times = [self.node.next_deadline(), self.peers.next_deadline()]
+        times = [self.node.next_deadline(), self.peers.next_deadline(), self.memory.next_deadline()]
         if self._frozen_by is not None:
             times.append(self._thaw_at)
-        if self._quarantine:
-            times.append(self._quarantine[0][0])
         return min((time for time in times if time is not None), default=None)
-
-    def _compact(self) -> None:
-        if self.journal.outgrown:
-            try:
-                self.journal.start(self._description())
-            except PlatformError:  # no memory for two at a time: the long one goes on
-                self.journal.postpone()
 
     def close(self) -> None:
         self.peers.close()
         self.journal.close(remove=True)
-
-    # -- restarts --------------------------------------------------------------------------------------------------
-
-    def _description(self) -> Iterator[Effect]:
-        yield "boot", {"number": self._boot, "columns": column_table(self.node.schema)}
-        if self.peers.addresses:
-            yield "join", {"index": self.peers.index, "addresses": self.peers.addresses}
-        for number in self.peers.forgotten:
-            yield "forget_pair", {"number": number}
-        yield from describe_state(self.node.controller, self.node.warehouse)
-        for number, spans in self.node.store.reserved_spans().items():
-            yield "reserve", {"number": number, "spans": spans}
-        for _, number, spans in self._quarantine:
-            yield "reserve", {"number": number, "spans": spans.reshape(-1)}
-        for (client, request), frame in self.answers:
-            yield "answer", {"client": client, "request": request, "frame": frame}
-
-    def _rebuild(self, effects: Sequence[Effect], now: float, lease_s: float) -> None:
-        state = Rebuild(self.node.controller, self.node.warehouse, now, self.node.set_pair)
-        state.run(effects)
-        for identity, frame in state.answers.items():
-            self.answers.keep(identity, frame)
-        if state.joined:
-            self.peers.join(**state.joined)
-        for number in state.forgotten:
-            self.peers.forget(number)
-        self._quarantine = [(now + lease_s, n, spans) for n, spans in state.reserved.items() if len(spans)]
-
-    def _journal_bytes(self, message: Mapping[str, Any]) -> int:
-        """At most so much does a call add to the journal."""
-        arrays = [value for value in message.values() if isinstance(value, np.ndarray) and value.dtype != np.uint8]
-        rows = max(map(len, arrays), default=0)
-        if isinstance(count := message.get("count"), int):
-            rows = max(rows, min(count, MOST_ROWS))
-        return rows * (_ROW_BYTES + _CELL_BYTES * len(self.node.warehouse.parts)) + _CALL_BYTES
 
     # -- other pairs -----------------------------------------------------------------------------------------------
 
@@ -408,14 +345,6 @@ class Member:
             "messages": self.messages,
             "journal_bytes": self.journal.size,
             "frozen": self._frozen_by is not None,
-            "starts": self._boot + 1,
+            "starts": self.memory.boot + 1,
             "peers": asdict(self.peers.counters),
         }
-
-
-def journal_path(arena_path: str) -> str:
-    return f"{arena_path}.journal"
-
-
-def can_restart(arena_path: str) -> bool:
-    return os.path.exists(arena_path) and os.path.exists(journal_path(arena_path))

@@ -56,10 +56,8 @@ def _may(message: Message) -> None:
 
 
 class DockNode(ControlVerbs):
-    """`journal` is told of every effect of a call (see `rebuild`), `on_gone` of groups that leave (group slots).
-
-    `before` is asked whether a call may be carried out, and raises if not.
-    """
+    """`journal` is told of every effect of a call (see `rebuild`), `on_gone` of groups that leave (group slots);
+    `before` raises when a call must not be carried out."""
 
     def __init__(
         self, schema: Schema, arena: Arena, lease_s: float, pair: int = 0, max_rows: int = 0, first_claim: int = 1

@@ -21,7 +21,8 @@ from mindspeed_asyncflow.dock.arena import Arena
 from mindspeed_asyncflow.dock.columns import ColumnSpec, Schema, TaskSpec, column_table
 from mindspeed_asyncflow.dock.connection import Call, Connection
 from mindspeed_asyncflow.dock.link import Link
-from mindspeed_asyncflow.dock.member import Member, Outcome, can_restart
+from mindspeed_asyncflow.dock.member import Member, Outcome
+from mindspeed_asyncflow.dock.memory import can_restart
 from mindspeed_asyncflow.dock.node import MOST_ROWS, Answer
 from mindspeed_asyncflow.dock.wire import MAX_BODY, Header, Verb, WireError
 from mindspeed_asyncflow.errors import DockError, PlatformError

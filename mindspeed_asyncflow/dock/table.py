@@ -166,9 +166,7 @@ class RowTable(Parallel):
         )  # fmt: skip
         self.first = first
         self._slots = Pool()
-        self.count = 0
-        self.doomed_count = 0
-        self.next_seq = 0
+        self.count = self.doomed_count = self.next_seq = 0
 
     def check_room(self, count: int) -> None:
         if self._slots.used_up_to + count > MAX_SLOTS and self._slots.held < count:

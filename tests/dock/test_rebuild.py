@@ -16,7 +16,8 @@ from mindspeed_asyncflow.dock.arena import Arena
 from mindspeed_asyncflow.dock.columns import ColumnSpec, Schema, TaskSpec
 from mindspeed_asyncflow.dock.leases import SPREAD_CLAIM
 from mindspeed_asyncflow.dock.link import Link
-from mindspeed_asyncflow.dock.member import Member, journal_path
+from mindspeed_asyncflow.dock.member import Member
+from mindspeed_asyncflow.dock.memory import journal_path
 from mindspeed_asyncflow.dock.node import Answer
 from mindspeed_asyncflow.dock.queue import CLAIMED, READY
 from mindspeed_asyncflow.dock.table import pair_numbers
