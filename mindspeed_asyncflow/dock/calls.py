@@ -23,7 +23,7 @@ from mindspeed_asyncflow.dock.warehouse import check_fits, granules, lay_out
 from mindspeed_asyncflow.dock.wire import Message, Verb
 from mindspeed_asyncflow.errors import DockError, WorkerLost
 
-INLINE_BYTES = 56 << 10  # smaller values travel in their frame: one message instead of two
+INLINE_BYTES = 8 << 10  # smaller values travel in their frame: one message instead of two
 _RETRY_S = 0.02  # between two attempts to reach a pair that may be starting again
 
 
@@ -60,7 +60,7 @@ class Calls:
         self._arena = Arena.attach(hello.text("arena_path"), self._token) if map_arena else None
         if self._arena is not None:
             self._local = hello.text("local")
-            self._keep(self._open())
+            self._keep(self._connect())
             self._idle.pop(0).close()
 
     @property

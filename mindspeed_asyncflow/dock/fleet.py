@@ -19,6 +19,7 @@ from mindspeed_asyncflow.dock.table import pair_numbers
 from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError, Unanswered, WorkerLost
 
 _T = TypeVar("_T")
+_AGAIN_S = 0.05  # between two attempts to reach a pair
 _Put = Callable[[PairClient, float], list]
 
 
@@ -31,6 +32,7 @@ class Fleet:
     ) -> None:  # fmt: skip
         self.wait_s = wait_s
         self._connect = lambda address: PairClient(address, secret, wait_s, map_arena, restart_s)
+        self._restart_s = restart_s
         self._lock = threading.Lock()
         self._closed = False
         self._rooms: dict[int, Room] = {}  # by pair; filled at the first put
@@ -96,12 +98,13 @@ class Fleet:
 
     def _reachable(self, number: int) -> bool:
         try:
-            self._pair(number)
+            self._pair(number, patient=False)
         except WorkerLost:
             return False
         return True
 
-    def _pair(self, number: int) -> PairClient:
+    def _pair(self, number: int, patient: bool = True) -> PairClient:
+        """Its client; `patient`: it may be starting again."""
         with self._lock:
             if self._closed:
                 raise DockError("this dock client is closed")
@@ -109,10 +112,7 @@ class Fleet:
                 raise WorkerLost(f"pair {number} of this dock was lost and forgotten, or never existed")
             pair = self._pairs.get(number)
         if pair is None:
-            try:
-                pair = self._connect(self.addresses[number])
-            except WorkerLost as lost:
-                raise WorkerLost(f"pair {number} of this dock cannot be reached: {lost}") from lost
+            pair = self._reach(number, time.monotonic() + (self._restart_s if patient else 0.0))
             if self._tokens.setdefault(number, pair.token) != pair.token:
                 pair.close()
                 raise WorkerLost(f"pair {number} at {pair.address} was replaced by another one; its rows are gone")
@@ -122,6 +122,15 @@ class Fleet:
                 pair.close()
             pair = kept
         return pair
+
+    def _reach(self, number: int, give_up: float) -> PairClient:
+        while True:
+            try:
+                return self._connect(self.addresses[number])
+            except WorkerLost as lost:
+                if time.monotonic() >= give_up or self._closed:
+                    raise WorkerLost(f"pair {number} of this dock cannot be reached: {lost}") from lost
+            time.sleep(_AGAIN_S)
 
     def _alive(self) -> list[int]:
         return [i for i in range(len(self.addresses)) if i not in self._gone]
