@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +24,7 @@ NUMPY = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in DTYPES}
 KINDS = ("scalar", "ragged", "nested", "text", "bytes")
 MAX_COLUMNS = 63  # ready bits of a row are one int64
 MAX_INNER = 1 << 24  # items of one element
+_LAYOUTS = 256  # remembered
 _INNER_LENGTHS = ":lengths"  # second part of a nested column: the lengths of a row's arrays
 
 FINISH_CODES = {"stop": 0, "length": 1, "abort": 2, "error": 3}  # values of the column `finish`
@@ -97,6 +98,14 @@ class TaskSpec:
     columns: tuple[str, ...]
 
 
+class Layout(NamedTuple):
+    """What values of certain columns are made of."""
+
+    parts: list[Part]  # in order
+    mask: np.int64  # ready bits
+    shared: bool  # whether any column is
+
+
 class Schema:
     """The columns and tasks of one dock, checked against each other, with one ready bit per column."""
 
@@ -110,6 +119,8 @@ class Schema:
         self.bit = {c.name: np.int64(1 << i) for i, c in enumerate(columns)}
         self.need: dict[str, np.int64] = {}  # columns that a task reads, as bits
         self.parts = {c.name: c.parts for c in columns}
+        self._layouts: dict[tuple[str, ...], Layout] = {}  # calls name the same few columns again and again
+        self._names: dict[int, tuple[str, ...]] = {}
         for task in tasks:
             self.add_task(task)
 
@@ -128,9 +139,25 @@ class Schema:
             raise DockError(f"unknown column {name!r}{nearest(name, self.columns)}")
         return self.columns[name]
 
-    def parts_of(self, names: Iterable[str]) -> list[Part]:
-        """The parts of these columns, in order. Raises DockError for an unknown column."""
-        return [part for name in names for part in self.parts[self.column(name).name]]
+    def layout(self, names: Sequence[str]) -> Layout:
+        """Of these columns. Raises DockError for an unknown one."""
+        key = tuple(names)
+        found = self._layouts.get(key)
+        if found is None:
+            if len(self._layouts) >= _LAYOUTS:
+                self._layouts.clear()
+            parts = [part for name in names for part in self.parts[self.column(name).name]]
+            found = self._layouts[key] = Layout(parts, self.mask(names), any(part.shared for part in parts))
+        return found
+
+    def names(self, mask: int) -> tuple[str, ...]:
+        """The columns of these ready bits."""
+        found = self._names.get(mask)
+        if found is None:
+            if len(self._names) >= _LAYOUTS:
+                self._names.clear()
+            found = self._names[mask] = tuple(name for name, bit in self.bit.items() if mask & int(bit))
+        return found
 
     def task(self, name: str) -> TaskSpec:
         if name not in self.tasks:

@@ -23,7 +23,7 @@ import numpy as np
 from mindspeed_asyncflow.dock.claims import Claims
 from mindspeed_asyncflow.dock.columns import Schema, TaskSpec
 from mindspeed_asyncflow.dock.partition import Partition
-from mindspeed_asyncflow.dock.queue import CLAIMED, DONE, GONE, WAITING, TaskQueue
+from mindspeed_asyncflow.dock.queue import CLAIMED, DONE, GONE, READY, WAITING, TaskQueue
 from mindspeed_asyncflow.dock.table import (
     GENERATION_BITS,
     LAST_GENERATION,
@@ -130,13 +130,21 @@ class Controller(Claims):
 
     # -- rows come -------------------------------------------------------------------------------------------------
 
-    def check_put(self, name: str, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> Partition:
-        """Raises DockError unless the groups can be put; changes nothing but the list of partitions."""
+    def check_put(
+        self, name: str, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray, anonymous: bool = False
+    ) -> Partition:  # fmt: skip
+        """Raises DockError unless the groups can be put; changes nothing but the list of partitions.
+
+        `anonymous`: the ids are distinct and each group is one row, so that only a group of the same id is to be found.
+        """
         part = self.open(name)
         if part.sealed or part.closing:
             raise DockError(f"partition {name!r} is {'being closed' if part.closing else 'sealed'}: no row can be put")
         ids, sizes, counts = (np.asarray(a, np.int64) for a in (ids, sizes, counts))
         keys = ids.tolist()
+        if anonymous and part.groups.by_id.keys().isdisjoint(keys):
+            part.rows.check_room(len(keys))
+            return part
         if len(set(keys)) != len(keys):
             raise DockError("a put names the same group twice")
         part.rows.check_room(int(counts.sum()))
@@ -174,11 +182,12 @@ class Controller(Claims):
         mask = int(ready)
         self._note_columns(mask, len(slots))
         for task, queue in part.queues.items():
-            queue.enter(slots)
-            need = self.schema.need[task]
-            if mask & int(need) == need:
-                queue.offer(slots)
+            need = int(self.schema.need[task])
+            if mask & need == need:
+                queue.enter(slots, READY)
                 self.touched.add((part.name, task))
+            else:
+                queue.enter(slots)
         self.wake(now)
         return slots, groups
 
@@ -209,9 +218,8 @@ class Controller(Claims):
         self.wake(now)
 
     def _note_columns(self, mask: int, rows: int) -> None:
-        for name, bit in self.schema.bit.items():
-            if mask & int(bit):
-                self.rows_written[name] += rows
+        for name in self.schema.names(mask):
+            self.rows_written[name] += rows
 
     def resolve(self, rows: np.ndarray, repeats: bool = False) -> tuple[Partition, np.ndarray]:
         """Slots of rows of one partition. Raises StaleHandle; DockError, unless `repeats`, for a row named twice."""

@@ -376,7 +376,11 @@ class DockNode(ControlVerbs):
         body = grant_message(grant)
         if not columns or not len(grant.rows):
             return body
-        answer = Answer(body, *self.controller.resolve(grant.rows))
+        claim = self.controller.leases.open.get(grant.claim_id)
+        if claim is not None and claim.slots is grant.slots:  # held since the grant: there is nothing to be checked
+            answer = Answer(body, self.controller.partitions[claim.partition], claim.slots)
+        else:
+            answer = Answer(body, *self.controller.resolve(grant.rows))
         self._attach(answer, columns, copy)
         return answer
 

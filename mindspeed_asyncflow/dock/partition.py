@@ -78,6 +78,7 @@ class Grant:
     dropped: list[Dropped]
     sealed: bool  # the task has had all rows of the partition: nothing will come any more
     ready: int = 0  # units of the task that are ready after this grant
+    slots: np.ndarray | None = None  # of the rows, as the claim holds them
 
 
 class Partition:
@@ -134,5 +135,5 @@ class Partition:
         rows = self.rows
         return Grant(
             claim_id, self.handles(slots), self.groups.id[rows.group[slots]], rows.member[slots],
-            rows.version_min[slots], rows.version_max[slots], rows.tokens[slots], dropped, sealed, ready,
+            rows.version_min[slots], rows.version_max[slots], rows.tokens[slots], dropped, sealed, ready, slots,
         )  # fmt: skip

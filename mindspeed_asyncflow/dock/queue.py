@@ -87,10 +87,16 @@ class TaskQueue:
 
     # -- rows change state -----------------------------------------------------------------------------------------
 
-    def enter(self, slots: np.ndarray) -> None:
-        """New rows."""
-        self._r.ensure(self._rows.capacity)
-        self._line.ensure(self._rows.capacity)
+    def enter(self, slots: np.ndarray, state: int = WAITING) -> None:
+        """New rows, WAITING or READY."""
+        if self._r.capacity < self._rows.capacity:
+            self._r.ensure(self._rows.capacity)
+            self._line.ensure(self._rows.capacity)
+        if state == READY and not self._orders and self._side is None:  # nothing but the arrival is looked at
+            self._r.state[slots] = READY
+            self.counts[READY] += len(slots)
+            self._line.add(slots)
+            return
         self._r.state[slots] = WAITING
         self.counts[WAITING] += len(slots)
         if self._orders:
@@ -100,6 +106,8 @@ class TaskQueue:
             self._side.ensure(self._groups.capacity)
             self._side.line.ensure(self._groups.capacity)
             self._count_groups(slots, 0, 1)
+        if state == READY:
+            self.offer(slots)
 
     def offer(self, slots: np.ndarray, was: int = WAITING) -> None:
         """Rows in state `was` become ready; those that are offered again come before the others."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
@@ -25,7 +26,6 @@ from mindspeed_asyncflow.dock.warehouse import (
     granules,
     lay_out,
     room_for,
-    sizes_of,
 )
 from mindspeed_asyncflow.dock.wire import Message, WireError
 from mindspeed_asyncflow.errors import DockError, DockFull
@@ -35,6 +35,7 @@ AHEAD_SHARE = 0.5  # of the arena: up to here clients may hold room for their ne
 _ALIGN = 8  # bytes: where each part begins in the values of an answer
 _SMALL_RUN = 1024  # bytes: shorter stretches are gathered before they are sent
 _MOST_GATHERED = 8 << 20  # bytes
+_least, _most, _total = np.minimum.reduce, np.maximum.reduce, np.add.reduce  # methods of arrays cost twice as much
 
 
 class NoRoom(Exception):
@@ -88,6 +89,7 @@ class Store:
         self.schema, self.warehouse, self.max_rows = schema, warehouse, max_rows
         self._reserved: dict[int, _Reservation] = {}
         self._numbers = itertools.count(first)
+        self._most_ahead = int(warehouse.capacity_bytes * AHEAD_SHARE)
         self.journal: Callable[[str, dict], None] | None = None
 
     # -- room ------------------------------------------------------------------------------------------------------
@@ -100,11 +102,11 @@ class Store:
             raise NoRoom(f"room for {more} rows (dock.max_rows is {self.max_rows})")
 
     def reserve(self, message: Message, owner: object, columns: list[str], rows: int, shared_rows: int) -> dict:
-        parts, lengths = self._lengths(message, columns, rows, shared_rows)
+        parts, lengths, sizes = self._lengths(message, columns, rows, shared_rows)
         put = message.flag("put")
-        pieces = self._room(parts, lengths, put)
+        pieces = self._room(parts, lengths, sizes, put)
         number = next(self._numbers)
-        total = sum(sizes_of(parts, lengths))
+        total = sum(sizes)
         kept = self._reserved[number] = _Reservation(owner, columns, parts, lengths, pieces, put, total)
         if self.journal is not None:
             self.journal("reserve", {"number": number, "spans": kept.spans().reshape(-1)})
@@ -122,8 +124,7 @@ class Store:
 
     def ahead(self, nbytes: int | None, owner: object, put: bool) -> dict:
         """A stretch for the next call of a client that may write as much again, while half of the arena is free."""
-        most = int(self.warehouse.capacity_bytes * AHEAD_SHARE)
-        if nbytes is None or nbytes < 1 or self.warehouse.used_bytes + nbytes > most:
+        if nbytes is None or not 1 <= nbytes <= self._most_ahead - self.warehouse.used_bytes:
             return {}
         return self._keep_stretch(nbytes, owner, put)
 
@@ -137,12 +138,14 @@ class Store:
             self.journal("reserve", {"number": number, "spans": kept.spans().reshape(-1)})
         return {"reservation": number, "offset": offset}
 
-    def _room(self, parts: Sequence[Part], lengths: Sequence[np.ndarray], put: bool) -> list[Piece]:
+    def _room(
+        self, parts: Sequence[Part], lengths: Sequence[np.ndarray], sizes: Sequence[int], put: bool
+    ) -> list[Piece]:  # fmt: skip
         house = self.warehouse
-        total = room_for(sizes_of(parts, lengths))
+        total = room_for(sizes)
         most = int(house.capacity_bytes * PUT_SHARE) if put else house.capacity_bytes
         check_fits(total, most)
-        pieces = None if put and house.used_bytes + total > most else house.reserve(parts, lengths)
+        pieces = None if put and house.used_bytes + total > most else house.reserve(parts, lengths, sizes)
         if pieces is None:
             raise NoRoom(f"{total} free bytes")
         return pieces
@@ -194,27 +197,29 @@ class Store:
 
     def _lengths(
         self, message: Message, columns: list[str], rows: int, shared_rows: int
-    ) -> tuple[list[Part], list[np.ndarray]]:
-        """Parts and lengths per part of a put or write, checked against the schema and the number of rows."""
+    ) -> tuple[list[Part], list[np.ndarray], list[int]]:
+        """Parts, and lengths and bytes per part, of a put or write: checked against the schema and number of rows."""
         if len(set(columns)) != len(columns):
             raise DockError("a call names the same column twice")
-        parts, given, at = self.schema.parts_of(columns), message.ints("lengths"), 0
-        found = []
+        parts, given, at = self.schema.layout(columns).parts, message.ints("lengths"), 0
+        found, sizes = [], []
         for part in parts:
             n = shared_rows if part.shared else rows
             if part.fixed:
                 found.append(np.ones(n, np.int64))
+                sizes.append(n * part.itemsize)
                 continue
             lengths = given[at : at + n]
             at += n
             if len(lengths) != n:
                 raise DockError(f"column {part.name!r} came with {len(lengths)} rows, expected {n}")
-            if len(lengths) and (lengths.min() < 0 or lengths.max() > self.warehouse.capacity_bytes):
+            if n and (_least(lengths) < 0 or _most(lengths) > self.warehouse.capacity_bytes):
                 raise DockError(f"column {part.name!r} has a row of impossible length")
             found.append(lengths)
+            sizes.append(int(_total(lengths)) * part.itemsize)
         if at != len(given):
             raise DockError(f"a call came with {len(given)} lengths, its columns and rows need {at}")
-        return parts, found
+        return parts, found, sizes
 
     def fill(self, message: Message, owner: object, rows: int, shared_rows: int, put: bool) -> Values:
         """The values of a put or write, in place. The caller places or cancels them."""
@@ -233,14 +238,15 @@ class Store:
             return Values(kept.columns, kept.parts, kept.lengths, kept.pieces,
                           cell_offsets(kept.pieces, kept.parts, kept.lengths))  # fmt: skip
         columns = message.names("columns")
-        parts, given = self._lengths(message, columns, rows, shared_rows)
+        parts, given, sizes = self._lengths(message, columns, rows, shared_rows)
         data = message.array("data", "uint8")
-        if len(data) != sum(sizes_of(parts, given)):
+        if len(data) != sum(sizes):
             raise DockError(f"a call came with {len(data)} bytes of values, its lengths say otherwise")
-        pieces = self._room(parts, given, put)
+        pieces = self._room(parts, given, sizes, put)
         at, arena = 0, self.warehouse.arena.bytes
         for i, first, last, offset in pieces:
-            size = int(given[i][first:last].sum()) * parts[i].itemsize
+            whole = last - first == len(given[i])
+            size = sizes[i] if whole else int(given[i][first:last].sum()) * parts[i].itemsize
             arena[offset : offset + size] = data[at : at + size]
             at += size
         return Values(columns, parts, given, pieces, cell_offsets(pieces, parts, given))
@@ -250,8 +256,8 @@ class Store:
     ) -> Values:
         """Values that the client has laid out in its stretch; what it did not need is free again."""
         columns = message.names("columns")
-        parts, lengths = self._lengths(message, columns, rows, shared_rows)
-        sizes = [granules(nbytes) for nbytes in sizes_of(parts, lengths)]
+        parts, lengths, filled = self._lengths(message, columns, rows, shared_rows)
+        sizes = [granules(nbytes) for nbytes in filled]
         offset, nbytes = stretch
         end = offset + sum(sizes) * GRANULE
         if end > offset + nbytes:
@@ -268,12 +274,13 @@ class Store:
 
     def tokens(self, values: Values, counts: np.ndarray | None, rows: int, fresh: dict[str, np.ndarray]) -> np.ndarray:
         """Elements that count as tokens, per row; `fresh`: which rows of a part count, where not all do."""
-        total = np.zeros(rows, np.int64)
+        total: np.ndarray | None = None
         for part, lengths in zip(values.parts, values.lengths):
             if part.tokens:
                 lengths = lengths * fresh[part.name] if part.name in fresh else lengths
-                total += np.repeat(lengths, counts) if part.shared and counts is not None else lengths
-        return total
+                lengths = np.repeat(lengths, counts) if part.shared and counts is not None else lengths
+                total = lengths if total is None else total + lengths
+        return np.zeros(rows, np.int64) if total is None else total
 
     def equal(self, partition: Partition, values: Values, i: int, index: np.ndarray, which: np.ndarray) -> bool:
         """Whether the cells `index` hold, to the bit, those of the new values of part i that `which` selects."""
@@ -287,22 +294,27 @@ class Store:
 
     def locate(self, part: Partition, slots: np.ndarray, columns: Sequence[str]) -> np.ndarray:
         """int64 [2 * parts, rows]: byte offset and length in elements of each cell, part by part."""
-        ready = part.rows.ready[slots]
-        groups = part.rows.group[slots] if any(self.schema.column(n).shared for n in columns) else slots
-        out: list[np.ndarray] = []
-        for name in columns:
-            missing = (ready & self.schema.bit[name]) == 0
-            if missing.any():
-                raise DockError(f"column {name!r} of {int(missing.sum())} of {len(slots)} rows is not written yet")
-            for cell in self.schema.parts[name]:
-                out += self.warehouse.locate(part.number, cell.name, groups if cell.shared else slots)
-        return np.stack(out) if out else np.empty((0, len(slots)), np.int64)
+        layout, ready = self.schema.layout(columns), part.rows.ready[slots]
+        if np.count_nonzero(ready & layout.mask == layout.mask) != len(slots):
+            self._refuse_unwritten(ready, columns)
+        groups = part.rows.group[slots] if layout.shared else slots
+        out = np.empty((2 * len(layout.parts), len(slots)), np.int64)
+        for i, cell in enumerate(layout.parts):
+            out[2 * i], out[2 * i + 1] = self.warehouse.locate(
+                part.number, cell.name, groups if cell.shared else slots
+            )  # fmt: skip
+        return out
+
+    def _refuse_unwritten(self, ready: np.ndarray, columns: Sequence[str]) -> NoReturn:
+        absent = {name: int(np.count_nonzero(ready & self.schema.bit[name] == 0)) for name in columns}
+        name = next(name for name in columns if absent[name])
+        raise DockError(f"column {name!r} of {absent[name]} of {len(ready)} rows is not written yet")
 
     def stream(self, columns: Sequence[str], cells: np.ndarray) -> Outgoing:
         """The cells part by part, each part padded to 8 bytes: what follows an answer as its bulk."""
         chunks: list[bytes | tuple[list[int], list[int]]] = []
         total = 0
-        for i, part in enumerate(self.schema.parts_of(columns)):
+        for i, part in enumerate(self.schema.layout(columns).parts):
             begins, ends = runs(cells[2 * i], cells[2 * i + 1] * part.itemsize)
             nbytes = int((ends - begins).sum())
             if nbytes < len(begins) * _SMALL_RUN and nbytes <= _MOST_GATHERED:

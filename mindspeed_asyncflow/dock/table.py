@@ -302,12 +302,13 @@ class GroupTable(Parallel):
         self.fill[groups] = 0
         self.seq[groups] = np.arange(self.next_seq, self.next_seq + len(groups))
         self.next_seq += len(groups)
-        if self.singles and int(sizes.max()) > 1:
+        if self.singles and int(np.maximum.reduce(sizes)) > 1:
             self.singles = False
         if self.singles:
-            room: np.ndarray = sizes
-        else:
-            room = 1 << np.ceil(np.log2(np.minimum(sizes, np.maximum(counts, _SMALL_GROUP)))).astype(np.int64)
+            self.room[groups] = 1
+            self.start[groups] = self._blocks_of(1, len(groups))
+            return groups
+        room = 1 << np.ceil(np.log2(np.minimum(sizes, np.maximum(counts, _SMALL_GROUP)))).astype(np.int64)
         self.room[groups] = room
         self.start[groups] = self._allocate(room)
         return groups
@@ -383,7 +384,10 @@ class GroupTable(Parallel):
         if len(gone):
             self.fill[gone] = 0
             deque(map(self.by_id.pop, self.id[gone].tolist()), maxlen=0)
-            self._give_blocks(self.start[gone], self.room[gone])
+            if self.singles:
+                self._blocks.setdefault(1, Ring()).give(self.start[gone])
+            else:
+                self._give_blocks(self.start[gone], self.room[gone])
             self._slots.give(gone)
         return gone
 

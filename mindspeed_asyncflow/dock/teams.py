@@ -87,7 +87,7 @@ def part_of(grant: Grant, index: np.ndarray, claim_id: int) -> Grant:
     return replace(
         grant, claim_id=claim_id, rows=grant.rows[index], group_ids=grant.group_ids[index],
         members=grant.members[index], version_min=grant.version_min[index], version_max=grant.version_max[index],
-        tokens=grant.tokens[index], dropped=[],
+        tokens=grant.tokens[index], dropped=[], slots=None,
     )  # fmt: skip
 
 

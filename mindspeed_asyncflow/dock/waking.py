@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from mindspeed_asyncflow.dock.leases import LeaseBook
 from mindspeed_asyncflow.dock.partition import ClaimRequest, Grant, Partition
@@ -12,6 +10,23 @@ from mindspeed_asyncflow.dock.policies import Policy, pick
 from mindspeed_asyncflow.dock.queue import CLAIMED, READY, WAITING, TaskQueue
 from mindspeed_asyncflow.dock.waiting import Bucket, QueueKey, Waiting
 from mindspeed_asyncflow.errors import AsyncFlowError
+
+
+class Unwoken:
+    """See `Waking.unwoken`."""
+
+    __slots__ = ("_now", "_waking")
+
+    def __init__(self, waking: Waking, now: float) -> None:
+        self._waking, self._now = waking, now
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._waking._unwoken = False
+        if kind is None:
+            self._waking.wake(self._now)
 
 
 class Waking(ABC):
@@ -46,15 +61,10 @@ class Waking(ABC):
             self.leases.extend_all(self.now - self._frozen_at)
             self._frozen_at = None
 
-    @contextmanager
-    def unwoken(self, now: float) -> Iterator[None]:
+    def unwoken(self, now: float) -> Unwoken:
         """Nobody is served before its end: the journal hears what a call did before what follows from it."""
         self._unwoken = True
-        try:
-            yield
-        finally:
-            self._unwoken = False
-        self.wake(now)
+        return Unwoken(self, now)
 
     def wake(self, now: float) -> None:
         """Answers parked requests of the queues that changed, oldest first."""

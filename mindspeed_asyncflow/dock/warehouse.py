@@ -21,6 +21,7 @@ from mindspeed_asyncflow.dock.ragged import Ragged
 from mindspeed_asyncflow.errors import DockError, DockFull
 
 _ONE = np.uint8(1)  # of the type of the counts: another type is ten times slower
+_total = np.add.reduce  # the method of arrays costs twice as much
 Piece = tuple[int, int, int, int]  # place of the part in its call, first row, end row, byte offset; rows lie packed
 
 
@@ -39,7 +40,7 @@ def granules(nbytes: int) -> int:
 
 def sizes_of(parts: Sequence[Part], lengths: Sequence[np.ndarray]) -> list[int]:
     """Bytes of cells of these lengths (elements), by part."""
-    return [(len(n) if part.fixed else int(n.sum())) * part.itemsize for part, n in zip(parts, lengths)]
+    return [(len(n) if part.fixed else int(_total(n))) * part.itemsize for part, n in zip(parts, lengths)]
 
 
 def room_for(nbytes: Sequence[int]) -> int:
@@ -91,12 +92,9 @@ class Warehouse:
         self._free = FreeList(1, self._granules)
         self._edges = np.zeros(self._granules, np.uint8)  # cells that begin or end in a granule, at most 64
         self.cells: dict[tuple[int, str], Cells] = {}
+        self.capacity_bytes = (self._granules - 1) * GRANULE
         self.payload_bytes = 0  # of live cells
         self.peak_bytes = 0
-
-    @property
-    def capacity_bytes(self) -> int:
-        return (self._granules - 1) * GRANULE
 
     @property
     def free_bytes(self) -> int:
@@ -104,7 +102,7 @@ class Warehouse:
 
     @property
     def used_bytes(self) -> int:
-        return self.capacity_bytes - self.free_bytes
+        return self.capacity_bytes - self._free.total * GRANULE
 
     # -- extents ---------------------------------------------------------------------------------------------------
 
@@ -116,9 +114,11 @@ class Warehouse:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return start * GRANULE
 
-    def reserve(self, parts: Sequence[Part], lengths: Sequence[np.ndarray]) -> list[Piece] | None:
-        """Room for one call: a piece per part, or several; None when it is not there now."""
-        sizes = [granules(nbytes) for nbytes in sizes_of(parts, lengths)]
+    def reserve(
+        self, parts: Sequence[Part], lengths: Sequence[np.ndarray], nbytes: Sequence[int] | None = None
+    ) -> list[Piece] | None:  # fmt: skip
+        """Room for one call: a piece per part, or several; None when it is not there now. `nbytes`: by part."""
+        sizes = [granules(each) for each in (sizes_of(parts, lengths) if nbytes is None else nbytes)]
         total = sum(sizes)
         if total > self._free.total:
             return None
@@ -172,20 +172,31 @@ class Warehouse:
     def place(self, partition: int, placed: Sequence[Placed]) -> None:
         """Makes reserved bytes the cells of rows; those that are not kept are given back."""
         sizes = [p.lengths * self.parts[p.name].itemsize for p in placed]
-        first, last = _span(_joined([p.offsets for p in placed]), _joined(sizes))
+        joined = _joined(sizes)
+        first, last = _span(_joined([p.offsets for p in placed]), joined)
         np.add.at(self._edges, first, _ONE)
         np.add.at(self._edges, last[last > first], _ONE)
+        filled = len(first) == len(joined)  # no cell is empty: all that follows is plain
+        looked_at, end = None, 0
         for (name, index, offsets, lengths, keep), nbytes in zip(placed, sizes):
-            if keep is not None and not keep.all():
-                self._drop(offsets[~keep], nbytes[~keep])
-                index, offsets, lengths = index[keep], offsets[keep], lengths[keep]
-            self.adopt(partition, name, index, offsets, lengths)
+            if not filled or (keep is not None and not keep.all()):
+                if keep is not None:
+                    self._drop(offsets[~keep], nbytes[~keep])
+                    index, offsets, lengths = index[keep], offsets[keep], lengths[keep]
+                self.adopt(partition, name, index, offsets, lengths)
+                continue
+            if index is not looked_at:  # most parts are of the same rows
+                looked_at, end = index, _end(index)
+            cells = self._table(partition, name)
+            cells.ensure(end)
+            cells.offsets[index] = offsets
+            cells.lengths[index] = lengths
+            self.payload_bytes += int(_total(nbytes))
 
     def adopt(self, partition: int, name: str, index: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> None:
         """Notes where cells are, and nothing else: see `rebuild`."""
         cells = self._table(partition, name)
-        if len(index):
-            cells.ensure(int(index.max()) + 1)
+        cells.ensure(_end(index))
         cells.offsets[index] = np.where(lengths > 0, offsets, 0)
         cells.lengths[index] = lengths
         self.payload_bytes += int(lengths.sum()) * cells.part.itemsize
@@ -242,11 +253,14 @@ class Warehouse:
     def release(self, partition: int, indexes: Mapping[str, np.ndarray]) -> None:
         """Frees cells by part; an index without a cell is skipped."""
         offsets, sizes = [], []
+        looked_at, end = None, 0
         for name, index in indexes.items():
             cells = self.cells.get((partition, name))
             if cells is None or not len(index):
                 continue
-            if int(index.max()) >= len(cells.offsets):
+            if index is not looked_at:
+                looked_at, end = index, _end(index)
+            if end > len(cells.offsets):
                 index = index[index < len(cells.offsets)]
             nbytes = cells.lengths[index] * cells.part.itemsize
             offsets.append(cells.offsets[index])
@@ -255,7 +269,7 @@ class Warehouse:
             cells.lengths[index] = 0
         if sizes:
             joined = _joined(sizes)
-            self.payload_bytes -= int(joined.sum())
+            self.payload_bytes -= int(_total(joined))
             self._drop(_joined(offsets), joined)
 
     def release_rows(self, partition: int, slots: np.ndarray, groups: np.ndarray) -> None:
@@ -292,7 +306,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 def _span(offsets: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """First and last granule of each cell that has bytes."""
-    if not sizes.all():
+    if np.count_nonzero(sizes) != len(sizes):
         some = sizes > 0
         offsets, sizes = offsets[some], sizes[some]
     return offsets // GRANULE, (offsets + (sizes - 1)) // GRANULE
@@ -316,8 +330,13 @@ def _packed_offsets(lengths: np.ndarray, part: Part, offset: int) -> np.ndarray:
     """Byte offsets of cells that lie back to back from `offset`."""
     if part.fixed:
         return np.arange(offset, offset + len(lengths) * part.itemsize, part.itemsize)
-    ends = np.cumsum(lengths)
+    ends = np.add.accumulate(lengths)
     ends -= lengths
     ends *= part.itemsize
     ends += offset
     return ends
+
+
+def _end(index: np.ndarray) -> int:
+    """One more than the largest entry; 0: there is none."""
+    return int(np.maximum.reduce(index)) + 1 if len(index) else 0
