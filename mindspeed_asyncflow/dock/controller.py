@@ -140,11 +140,12 @@ class Controller(Claims):
         part = self.open(name)
         if part.sealed or part.closing:
             raise DockError(f"partition {name!r} is {'being closed' if part.closing else 'sealed'}: no row can be put")
-        ids, sizes, counts = (np.asarray(a, np.int64) for a in (ids, sizes, counts))
+        ids = np.asarray(ids, np.int64)
         keys = ids.tolist()
         if anonymous and part.groups.by_id.keys().isdisjoint(keys):
             part.rows.check_room(len(keys))
             return part
+        sizes, counts = np.asarray(sizes, np.int64), np.asarray(counts, np.int64)
         if len(set(keys)) != len(keys):
             raise DockError("a put names the same group twice")
         part.rows.check_room(int(counts.sum()))
@@ -171,7 +172,7 @@ class Controller(Claims):
 
         `slots` and `generations` are given after a restart: rows get back the handles that they had.
         """
-        ids, sizes, counts = (np.asarray(a, np.int64) for a in (ids, sizes, counts))
+        ids, sizes, counts = np.asarray(ids, np.int64), np.asarray(sizes, np.int64), np.asarray(counts, np.int64)
         groups = part.groups.add(ids, sizes, counts)
         slots = part.rows.take(len(members), slots)
         if generations is not None:

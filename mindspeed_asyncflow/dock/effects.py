@@ -20,18 +20,24 @@ from mindspeed_asyncflow.dock.warehouse import Warehouse
 
 
 def put_effect(
-    part: Partition, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray, slots: np.ndarray, ready: np.int64 | int,
-    now: float,
+    part: Partition, slots: np.ndarray, ready: np.int64 | int, tokens: np.ndarray, now: float,
     versions: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Fields of the effect "put"."""
-    rows = part.rows
+    """Fields of the effect "put", beside those of `named_groups` or `anonymous_groups`."""
     span = {} if versions is None else {"version_min": versions[0], "version_max": versions[1]}
     return span | {
-        "partition": part.name, "ids": ids, "sizes": sizes, "counts": counts, "members": rows.member[slots],
-        "slots": slots, "generations": rows.generation[slots], "ready": int(ready), "tokens": rows.tokens[slots],
-        "born": now,
+        "partition": part.name, "slots": slots, "generations": part.rows.generation[slots], "ready": int(ready),
+        "tokens": tokens, "born": now,
     }  # fmt: skip
+
+
+def named_groups(ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray, members: np.ndarray) -> dict[str, Any]:
+    return {"ids": ids, "sizes": sizes, "counts": counts, "members": members}
+
+
+def anonymous_groups(ids: np.ndarray) -> dict[str, Any]:
+    """Each row is a group of its own, and the ids go down by one from the first."""
+    return {"first_id": int(ids[0])}
 
 
 def write_effect(part: Partition, slots: np.ndarray, written: np.int64 | int) -> dict[str, Any]:
@@ -46,9 +52,20 @@ def write_effect(part: Partition, slots: np.ndarray, written: np.int64 | int) ->
 def cell_fields(
     part: Partition, values: Values, slots: np.ndarray, groups: np.ndarray | None, keep: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    """Where the cells of a put or write are; `keep`: which of a part were kept, where not all were."""
+    """Where the cells of a put or write are; `keep`: which of a part were kept, where not all were.
+
+    Cells of all rows that lie back to back need no more than where they begin, and, unless all are of one size, their
+    lengths.
+    """
     found: dict[str, Any] = {"parts": []}
-    for cell, offsets, lengths in zip(values.parts, values.offsets, values.lengths):
+    packed = len(values.pieces) == len(values.parts)
+    for n, (cell, offsets, lengths) in enumerate(zip(values.parts, values.offsets, values.lengths)):
+        if packed and cell.name not in keep and not cell.shared:
+            found["parts"].append([cell.name, False])
+            found[f"begin{n}"] = values.pieces[n][3]
+            if not cell.fixed:
+                found[f"lengths{n}"] = lengths
+            continue
         index = part.groups.id[groups] if cell.shared and groups is not None else slots
         if cell.name in keep:
             kept = keep[cell.name]
@@ -87,7 +104,8 @@ def _describe_partition(part: Partition, house: Warehouse) -> Iterator[Effect]:
         slots, counts = table.members(groups)
         sizes = table.size[groups] + counts - table.alive[groups]  # rows on their way out are put, and leave below
         each = {"born_each": rows.born[slots], "seq_each": rows.seq[slots]}
-        yield "put", put_effect(part, table.id[groups], sizes, counts, slots, 0, 0.0) | each
+        named = named_groups(table.id[groups], sizes, counts, rows.member[slots])
+        yield "put", put_effect(part, slots, 0, rows.tokens[slots], 0.0) | named | each
         yield "cells", about | _all_cells(part, house, groups, slots)
         ready = rows.ready[slots]
         for mask in np.unique(ready).tolist():

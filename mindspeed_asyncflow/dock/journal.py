@@ -133,7 +133,7 @@ def _pack(kind: str, fields: Mapping[str, Any]) -> _Packed:
     plain: dict[str, Any] = {}
     arrays: dict[str, tuple[str, bytes]] = {}
     for name, value in fields.items():
-        if isinstance(value, np.ndarray):
+        if type(value) is np.ndarray:
             arrays[name] = (_NAMES[value.dtype], value.tobytes())
         else:
             plain[name] = value

@@ -21,6 +21,8 @@ from mindspeed_asyncflow.errors import PlatformError
 _ROW_BYTES, _CELL_BYTES, _CALL_BYTES = 192, 32, 1 << 16  # most that a row, a cell and a call add to the journal
 _BOOT_SHIFT = 32  # claim ids, reservations and groups without a name: the number of the start, then a counter
 
+_BYTE = np.dtype(np.uint8)
+
 
 class Memory:
     """`boot` counts the starts of the pair from 0; `first_number` is one that no earlier start has used."""
@@ -91,8 +93,10 @@ class Memory:
 
     def _needs(self, message: Message) -> int:
         """At most so many bytes does a call add to the journal."""
-        arrays = [value for value in message.values() if isinstance(value, np.ndarray) and value.dtype != np.uint8]
-        rows = max(map(len, arrays), default=0)
+        rows = 0
+        for value in message.values():
+            if type(value) is np.ndarray and len(value) > rows and value.dtype != _BYTE:
+                rows = len(value)
         if isinstance(count := message.get("count"), int):
             rows = max(rows, min(count, MOST_ROWS))
         return rows * (_ROW_BYTES + _CELL_BYTES * len(self._node.warehouse.parts)) + _CALL_BYTES

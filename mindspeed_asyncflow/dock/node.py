@@ -16,7 +16,7 @@ from mindspeed_asyncflow.dock import report
 from mindspeed_asyncflow.dock.arena import Arena
 from mindspeed_asyncflow.dock.columns import Schema
 from mindspeed_asyncflow.dock.controller import Controller
-from mindspeed_asyncflow.dock.effects import cell_fields, put_effect, write_effect
+from mindspeed_asyncflow.dock.effects import anonymous_groups, cell_fields, named_groups, put_effect, write_effect
 from mindspeed_asyncflow.dock.leases import PAIR_SHIFT
 from mindspeed_asyncflow.dock.messages import grant_message, read_ask, read_versions
 from mindspeed_asyncflow.dock.partition import ClaimRequest, Grant, Partition
@@ -51,10 +51,6 @@ class _Parked:
     deadline: float
 
 
-def _may(message: Message) -> None:
-    """Every call may be carried out."""
-
-
 class DockNode(ControlVerbs):
     """`journal` is told of every effect of a call (see `rebuild`), `on_gone` of groups that leave (group slots);
     `before` raises when a call must not be carried out."""
@@ -68,7 +64,7 @@ class DockNode(ControlVerbs):
         self.store = Store(schema, self.warehouse, max_rows, first_claim)
         self.journal: Callable[[str, dict], None] | None = None
         self.on_gone: Callable[[Partition, np.ndarray], None] | None = None
-        self.before: Callable[[Message], None] = _may
+        self.before: Callable[[Message], None] = lambda message: None
         self._parked: dict[object, _Parked] = {}  # who waits for room, oldest first
         self._wanted: dict[object, tuple[list[str], bool]] = {}  # columns that parked claims ask for; as bytes?
         self._outcomes: list[tuple[object, dict | Answer | AsyncFlowError]] = []
@@ -208,7 +204,7 @@ class DockNode(ControlVerbs):
 
     @property
     def live_rows(self) -> int:
-        return sum(part.rows.count for part in self.controller.partitions.values())
+        return sum([part.rows.count for part in self.controller.partitions.values()])
 
     def _full(self, what: str, waited_s: float) -> DeadlineExceeded:
         return DeadlineExceeded(
@@ -234,32 +230,29 @@ class DockNode(ControlVerbs):
     def _with_room_ahead(self, body: dict, message: Message, part: Partition, put: bool) -> dict | Answer:
         """The answer to a put or write, with room for the next one of this client if it asks for it."""
         wanted = message.optional_whole("ahead")
-        if wanted is None or self._parked:
-            return body
-        ahead = self.store.ahead(wanted, message["connection"], put)
+        ahead = {} if self._parked else self.store.ahead(wanted, message["connection"], put)
         return Answer(body, part, _NO_ROWS, {"ahead": [ahead["reservation"], ahead["offset"]]}) if ahead else body
 
     def _put(self, message: Message, now: float) -> dict | Answer:
         ids, sizes, counts, members = self._groups(message)
         rows = len(members)
         message["put_ids"] = ids
-        part = self.controller.check_put(message.text("partition"), ids, sizes, counts)
+        anonymous = message.get("group_ids") is None
+        part = self.controller.check_put(message.text("partition"), ids, sizes, counts, anonymous)
         versions = read_versions(message, rows)
         self.store.check_rows(rows, self.live_rows)
-        late = None  # which groups are there already, with their shared columns
-        if not part.groups.by_id.keys().isdisjoint(ids.tolist()):
-            late = part.groups.lookup(ids) >= 0
+        fresh = None  # which groups are new, where others are there already, with their shared columns
+        if not anonymous and not part.groups.by_id.keys().isdisjoint(ids.tolist()):
+            fresh = part.groups.lookup(ids) < 0
         values = self.store.fill(message, message["connection"], rows, len(ids), True)
-        if late is not None and not self._same_shared(part, ids, late, values):
+        if fresh is not None and not self._same_shared(part, ids, ~fresh, values):
             self.store.give_up(values)
             raise DockError("members were put into a group whose shared columns have other values")
-        ready, none = self.schema.mask(values.columns), np.int64(0)
+        ready = self.schema.layout(values.columns).mask
+        at_once = ready if versions is None else np.int64(0)
         tokens = self.store.tokens(values, counts, rows, {})
-        fresh = None if late is None else ~late
         with self.controller.unwoken(now):
-            slots, groups = self.controller.put(
-                part, ids, sizes, counts, members, ready if versions is None else none, tokens, now
-            )
+            slots, groups = self.controller.put(part, ids, sizes, counts, members, at_once, tokens, now)
             self.warehouse.place(part.number, [
                 Placed(cell.name, groups, offsets, lengths, fresh) if cell.shared else
                 Placed(cell.name, slots, offsets, lengths)
@@ -269,7 +262,8 @@ class DockNode(ControlVerbs):
                 self.controller.commit(part, slots, ready, None, versions, now)
             if self.journal is not None:
                 kept = {} if fresh is None else {cell.name: fresh for cell in values.parts if cell.shared}
-                effect = put_effect(part, ids, sizes, counts, slots, ready, now, versions)
+                effect = put_effect(part, slots, ready, tokens, now, versions)
+                effect |= anonymous_groups(ids) if anonymous else named_groups(ids, sizes, counts, members)
                 self.journal("put", effect | cell_fields(part, values, slots, groups, kept))
             handles = part.handles(slots)
         body = {"rows": handles, "free_bytes": self.warehouse.free_bytes, "live_rows": self.live_rows}
@@ -282,7 +276,7 @@ class DockNode(ControlVerbs):
             rows = message.whole("count")
             if not 0 < rows <= MOST_ROWS:
                 raise WireError(f"a put is of 1 to {MOST_ROWS} rows")
-            ids = -np.arange(self._anonymous, self._anonymous + rows)
+            ids = np.arange(-self._anonymous, -self._anonymous - rows, -1)
             self._anonymous += rows
             ones = np.ones(rows, np.int64)
             return ids, ones, ones, np.zeros(rows, np.int32)
@@ -296,8 +290,7 @@ class DockNode(ControlVerbs):
 
     def _same_shared(self, part: Partition, ids: np.ndarray, late: np.ndarray, values: Values) -> bool:
         groups = part.groups.lookup(ids[late])
-        shared = [i for i, cell in enumerate(values.parts) if cell.shared]
-        return all(self.store.equal(part, values, i, groups, late) for i in shared)
+        return all(self.store.equal(part, values, i, groups, late) for i, p in enumerate(values.parts) if p.shared)
 
     def _write(self, message: Message, now: float) -> dict | Answer:
         claim_id = message.optional_whole("claim_id")
@@ -312,18 +305,20 @@ class DockNode(ControlVerbs):
         before, fresh = part.rows.ready[slots], {}
         for i, cell in enumerate(values.parts):
             again = (before & self.schema.bit[cell.column]) != 0
-            if again.any() and not refusal and not self.store.equal(part, values, i, slots[again], again):
+            if not np.count_nonzero(again):
+                continue
+            if not refusal and not self.store.equal(part, values, i, slots[again], again):
                 refusal = f"column {cell.column!r} of {again.sum()} rows has a result already, and another one came"
             fresh[cell.name] = ~again
         if refusal:
             self.store.give_up(values)
             raise DockError(refusal)
         self.warehouse.place(part.number, [
-            Placed(cell.name, slots, offsets, lengths, fresh[cell.name])
+            Placed(cell.name, slots, offsets, lengths, fresh.get(cell.name))
             for cell, lengths, offsets in zip(values.parts, values.lengths, values.offsets)
         ])  # fmt: skip
         tokens = self.store.tokens(values, None, len(slots), fresh)
-        ready = self.schema.mask(values.columns)
+        ready = self.schema.layout(values.columns).mask
         with self.controller.unwoken(now):
             self.controller.commit(part, slots, ready, tokens, versions, now)
             if self.journal is not None:

@@ -17,7 +17,7 @@ from mindspeed_asyncflow.dock.controller import Controller
 from mindspeed_asyncflow.dock.journal import Effect
 from mindspeed_asyncflow.dock.partition import Partition
 from mindspeed_asyncflow.dock.queue import READY
-from mindspeed_asyncflow.dock.warehouse import Warehouse
+from mindspeed_asyncflow.dock.warehouse import Warehouse, packed_offsets
 from mindspeed_asyncflow.errors import DockError
 
 KINDS = (
@@ -64,11 +64,18 @@ class Rebuild:
         for part, slots, groups in gone:
             self.house.release_rows(part.number, slots, groups)
 
-    def _adopt(self, part: Partition, parts: Sequence[tuple[str, bool]], arrays: Mapping[str, np.ndarray]) -> None:
+    def _adopt(
+        self, part: Partition, parts: Sequence[tuple[str, bool]], cells: Mapping[str, Any], slots: np.ndarray
+    ) -> None:  # fmt: skip
         for n, (name, shared) in enumerate(parts):
-            index = arrays[f"index{n}"]
-            index = part.groups.lookup(index) if shared else index
-            self.house.adopt(part.number, name, index, arrays[f"offsets{n}"], arrays[f"lengths{n}"])
+            if f"begin{n}" in cells:  # those of `slots`, back to back
+                index, kind = slots, self.house.parts[name]
+                lengths = np.ones(len(slots), np.int64) if kind.fixed else cells[f"lengths{n}"]
+                offsets = packed_offsets(lengths, kind, cells[f"begin{n}"])
+            else:
+                index, offsets, lengths = cells[f"index{n}"], cells[f"offsets{n}"], cells[f"lengths{n}"]
+                index = part.groups.lookup(index) if shared else index
+            self.house.adopt(part.number, name, index, offsets, lengths)
 
     def _part(self, name: str) -> Partition:
         return self.control.partitions[name]
@@ -110,13 +117,18 @@ class Rebuild:
         part.rows.generation[: len(generation)] = generation
 
     def _do_put(
-        self, partition: str, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray, members: np.ndarray,
-        slots: np.ndarray, generations: np.ndarray, ready: int, tokens: np.ndarray, born: float,
+        self, partition: str, slots: np.ndarray, generations: np.ndarray, ready: int, tokens: np.ndarray, born: float,
+        first_id: int = 0, ids: np.ndarray | None = None, sizes: np.ndarray | None = None,
+        counts: np.ndarray | None = None, members: np.ndarray | None = None,
         parts: Sequence[tuple[str, bool]] = (), born_each: np.ndarray | None = None,
         seq_each: np.ndarray | None = None, version_min: np.ndarray | None = None,
-        version_max: np.ndarray | None = None, **cells: np.ndarray,
+        version_max: np.ndarray | None = None, **cells: Any,
     ) -> None:  # fmt: skip
         part = self._part(partition)
+        if ids is None or sizes is None or counts is None or members is None:  # each row is a group of its own
+            ids = np.arange(first_id, first_id - len(slots), -1)
+            sizes = counts = np.ones(len(slots), np.int64)
+            members = np.zeros(len(slots), np.int32)
         mask, none = np.int64(ready), np.int64(0)
         at_once = mask if version_min is None or version_max is None else none
         self.control.put(part, ids, sizes, counts, members, at_once, tokens, born, slots, generations)
@@ -125,21 +137,21 @@ class Rebuild:
         if born_each is not None and seq_each is not None:
             part.rows.born[slots], part.rows.seq[slots] = born_each, seq_each
             part.rows.next_seq = int(seq_each.max(initial=-1)) + 1
-        self._adopt(part, parts, cells)
+        self._adopt(part, parts, cells, slots)
 
     def _do_write(
         self, partition: str, slots: np.ndarray, written: int, tokens: np.ndarray, version_min: np.ndarray,
-        version_max: np.ndarray, parts: Sequence[tuple[str, bool]] = (), **cells: np.ndarray,
+        version_max: np.ndarray, parts: Sequence[tuple[str, bool]] = (), **cells: Any,
     ) -> None:  # fmt: skip
         part = self._part(partition)
-        self._adopt(part, parts, cells)
+        self._adopt(part, parts, cells, slots)
         self.control.commit(part, slots, np.int64(written), None, None, self.now)
         part.rows.tokens[slots], part.rows.version_min[slots], part.rows.version_max[slots] = (
             tokens, version_min, version_max,
         )  # fmt: skip
 
-    def _do_cells(self, partition: str, parts: Sequence[tuple[str, bool]], **cells: np.ndarray) -> None:
-        self._adopt(self._part(partition), parts, cells)
+    def _do_cells(self, partition: str, parts: Sequence[tuple[str, bool]], **cells: Any) -> None:
+        self._adopt(self._part(partition), parts, cells, np.empty(0, np.int64))
 
     def _do_done(self, partition: str, task: str, slots: np.ndarray) -> None:
         self.control.finish(self._part(partition), task, slots, self.now)
@@ -172,8 +184,8 @@ class Rebuild:
         self.control.close(partition, self.now)
         self._settle()
 
-    def _do_reserve(self, number: int, spans: np.ndarray) -> None:
-        self.reserved[number] = spans.reshape(-1, 2)
+    def _do_reserve(self, number: int, spans: np.ndarray | Sequence[int]) -> None:
+        self.reserved[number] = np.array(spans, np.int64).reshape(-1, 2)
 
     def _do_unreserve(self, number: int) -> None:
         self.reserved.pop(number, None)

@@ -133,9 +133,9 @@ class Store:
         if offset is None:
             return {}
         number = next(self._numbers)
-        kept = self._reserved[number] = _Reservation(owner, [], [], [], [], put, 0, (offset, nbytes))
+        self._reserved[number] = _Reservation(owner, [], [], [], [], put, 0, (offset, nbytes))
         if self.journal is not None:
-            self.journal("reserve", {"number": number, "spans": kept.spans().reshape(-1)})
+            self.journal("reserve", {"number": number, "spans": [offset, offset + nbytes]})
         return {"reservation": number, "offset": offset}
 
     def _room(

@@ -318,15 +318,15 @@ def cell_offsets(pieces: Sequence[Piece], parts: Sequence[Part], lengths: Sequen
     for i, first, last, offset in pieces:
         n = lengths[i]
         if first == 0 and last == len(n):
-            out[i] = _packed_offsets(n, parts[i], offset)
+            out[i] = packed_offsets(n, parts[i], offset)
             continue
         if not len(out[i]):
             out[i] = np.empty(len(n), np.int64)
-        out[i][first:last] = _packed_offsets(n[first:last], parts[i], offset)
+        out[i][first:last] = packed_offsets(n[first:last], parts[i], offset)
     return out
 
 
-def _packed_offsets(lengths: np.ndarray, part: Part, offset: int) -> np.ndarray:
+def packed_offsets(lengths: np.ndarray, part: Part, offset: int) -> np.ndarray:
     """Byte offsets of cells that lie back to back from `offset`."""
     if part.fixed:
         return np.arange(offset, offset + len(lengths) * part.itemsize, part.itemsize)
