@@ -12,6 +12,7 @@ import pytest
 from mindspeed_asyncflow.dock.homes import named_home
 from mindspeed_asyncflow.dock.pair import PairClient
 from mindspeed_asyncflow.dock.server import DockServer
+from mindspeed_asyncflow.dock.wire import Verb
 from mindspeed_asyncflow.errors import AsyncFlowError, ClaimLost, DeadlineExceeded, DockError, WorkerLost
 
 SECRET = "a secret of this test"
@@ -264,20 +265,22 @@ def test_a_pair_that_starts_again_is_asked_again_whether_its_stream_has_ended(do
         DockServer(
             columns, tasks, arena_mb=1, secret=SECRET, host=f"127.0.0.{7 + i}", arena_path=str(tmp_path / f"a{i}")
         ).start()
-        for i in range(2)
+        for i in range(3)
     ]
     dock.addresses = [s.address for s in servers]
     client = dock.client(home=0)
     source = put(dock)
-    source.on(1, 2)
+    lost, kept = source.on(1), source.on(2)
     source.seal()
-    mine = client.claim("make", 1, partition="p", worker="w")
+    mine = client.claim("make", 1, partition="p", worker="w", unit="groups", group_ids=[1])
     other = client.claim("make", 1, partition="p", worker="another")
-    ended: list = []
-    thread = threading.Thread(target=lambda: ended.append(client.claim("make", 2, partition="p", worker="w")))
+    assert (mine.rows.tolist(), other.rows.tolist()) == (lost.tolist(), kept.tolist())
+    got: list = []
+    thread = threading.Thread(target=lambda: got.append(client.claim("make", 2, partition="p", worker="w")))
     thread.start()
-    dock.when(lambda: servers[0]._member.peers._asks)
-    # the pair is killed: its thread stops, its memory stays
+    asks = servers[0]._member.peers._asks
+    dock.when(lambda: [ask.ended for ask in asks.values()] == [{1}])  # only the row of another is missing
+    # the pair is killed: its thread stops, its memory stays; with it goes the claim that its stream had ended for
     host, port = dock.addresses[1].split(":")
     old = servers[1]
     old._stop = True
@@ -285,16 +288,20 @@ def test_a_pair_that_starts_again_is_asked_again_whether_its_stream_has_ended(do
     old._thread.join(5.0)
     for sock in (old._listener, old._local_listener, old._wake_send, old._wake_receive):
         sock.close()
+    dock.when(lambda: not servers[0]._member.peers.links[1].up)
+    client.done(other.claim_id)
+    time.sleep(0.1)
+    assert not got
     servers[1] = DockServer(
         columns, tasks, secret=SECRET, host=host, port=int(port), arena_path=old.arena_path, restart=True
     ).start()
     thread.join(10.0)
-    assert sorted(ended[0].rows.tolist()) == sorted(source.handles) and not ended[0].sealed
-    for claim in (mine, other):
-        with pytest.raises(ClaimLost):
-            client.done(claim.claim_id)
-    assert dock.clients[-1]._pair(1).stats()["starts"] == 2
-    assert servers[1]._member.peers.index == 1
+    assert got[0].rows.tolist() == lost.tolist() and not got[0].sealed
+    with pytest.raises(ClaimLost):
+        client.done(mine.claim_id)
+    assert client._pair(1).stats()["starts"] == 2 and servers[1]._member.peers.index == 1
+    client.done(got[0].claim_id)
+    assert client.claim("make", 2, partition="p", worker="w", timeout_s=5.0).sealed
     for server in servers:
         server.close()
         assert server.failure is None
@@ -402,6 +409,32 @@ def test_a_team_whose_round_was_lost_with_its_pair_asks_the_others(docks, put):
 
     found = in_threads(lambda: ask(0), lambda: ask(1), lose)
     assert sorted(found[0].rows.tolist() + found[1].rows.tolist()) == sorted(source.handles)
+
+
+def test_a_team_whose_round_cannot_be_divided_any_more_asks_again(docks, put):
+    dock = docks(3)
+    source = put(dock)
+    team, _, _ = team_home(3, True)
+    client = dock.client(home=0)
+    refused: list = []
+
+    def refuse(message, now):
+        refused.append(message.whole("claim_id"))
+        raise ClaimLost("its lease ran out")
+
+    dock.member(1)._own[Verb.DIVIDE] = refuse
+
+    def ask(rank: int):
+        return client.claim("make", 1, partition="p", worker=f"r{rank}", team=team, rank=rank, ranks=2, split="fifo",
+                            timeout_s=8.0)  # fmt: skip
+
+    def feed() -> None:
+        source.on(1, 2)
+        dock.when(lambda: refused)
+        source.on(2, 2)
+
+    found = in_threads(lambda: ask(0), lambda: ask(1), feed)
+    assert sorted(found[0].rows.tolist() + found[1].rows.tolist()) == sorted(source.handles[2:])
 
 
 def test_a_closed_partition_takes_a_round_that_is_on_its_way_with_it(docks, put):

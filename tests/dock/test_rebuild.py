@@ -22,7 +22,15 @@ from mindspeed_asyncflow.dock.node import Answer
 from mindspeed_asyncflow.dock.queue import CLAIMED, READY
 from mindspeed_asyncflow.dock.table import pair_numbers
 from mindspeed_asyncflow.dock.wire import Verb
-from mindspeed_asyncflow.errors import AsyncFlowError, ClaimLost, ClaimUnknown, DockError, DockFull, StaleHandle
+from mindspeed_asyncflow.errors import (
+    AsyncFlowError,
+    ClaimLost,
+    ClaimUnknown,
+    DeadlineExceeded,
+    DockError,
+    DockFull,
+    StaleHandle,
+)
 
 COLUMNS = [
     ColumnSpec("prompt", "int32", "ragged", shared=True, tokens=True),
@@ -108,12 +116,12 @@ class Pair:
             message |= {n: np.full(rows, v, np.int32) for n, v in zip(("version_min", "version_max"), versions)}
         return self.call(Verb.PUT, message, how.get("request")).ints("rows")
 
-    def write(self, rows, seed=0, columns=("x", "y"), claim_id=None, done=False, version=None) -> None:
+    def write(self, rows, seed=0, columns=("x", "y"), claim_id=None, done=False, version=None, most=9) -> None:
         rng = np.random.default_rng([seed, *rows.tolist()])
         values, lengths = [], []
         for name in columns:
             if name == "x":
-                lengths = rng.integers(0, 9, len(rows)).tolist()
+                lengths = rng.integers(most // 2, most, len(rows)).tolist()
                 values.append(rng.integers(-999, 999, sum(lengths)).astype(np.int16).tobytes())
             else:
                 values.append(rng.random(len(rows)).astype(np.float32).tobytes())
@@ -399,16 +407,17 @@ def test_bytes_reserved_at_the_crash_are_handed_out_after_the_lease_and_only_onc
         if house.used_bytes > 0.7 * house.capacity_bytes:
             break
     again.later(LEASE_S + 1)
-    for _ in range(2):  # the bytes have rows now: another restart must not give them away
-        free = house.free_bytes
-        for name in ("late1", "late2"):
-            again.put(name, ids=[1], counts=[1], x=[np.full(9_000, 7, np.int16)])
-        third = again.killed()
-        third.later(LEASE_S + 1)
-        assert third.member.node.warehouse.free_bytes == house.free_bytes < free
-        agree(again, third)
-        for name in ("late1", "late2"):
-            again.call(Verb.CLOSE, {"partition": name})
+    rows = again.put("late", ids=range(1, 101), counts=[1] * 100)
+    part, slots = again.member.node.controller.resolve(rows)
+    taken = []
+    with pytest.raises(DeadlineExceeded):  # the bytes get rows now: another restart must not give them away
+        for i in range(100):
+            again.write(rows[i : i + 1], columns=("x",), most=9_000)
+            taken.append(int(house.locate(part.number, "x", slots[i : i + 1])[0][0]))
+    assert any(begin - 18_000 < offset < begin + 36_000 for offset in taken)
+    third = again.killed()
+    third.later(LEASE_S + 1)
+    agree(again, third)
 
 
 def test_the_number_in_the_dock_and_forgotten_pairs_survive(start):

@@ -17,6 +17,7 @@ import pytest
 import mindspeed_asyncflow.dock
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.dock.columns import ColumnSpec, TaskSpec
+from mindspeed_asyncflow.dock.leases import SPREAD_CLAIM
 from mindspeed_asyncflow.dock.server import DockServer
 from mindspeed_asyncflow.dock.wire import Verb
 from mindspeed_asyncflow.errors import DeadlineExceeded, DockError, StaleHandle
@@ -332,6 +333,20 @@ def test_done_rows_are_offered_again_after_a_reset_and_nothing_else_changes(benc
     bench.control.reset(part, "first", slots, bench.now)
     assert bench.counts("first") == [0, 1, 0, 1] and bench.counts("second") == [0, 0, 0, 2]
     assert bench.claim("first", 2).rows.tolist() == rows[:1].tolist()
+
+
+def test_a_claim_over_pairs_that_was_given_back_and_made_again_runs_out_once(bench):
+    rows = bench.put([1, 2], size=1).ravel()
+    spread = SPREAD_CLAIM | 7
+    for _ in range(2):
+        claim = bench.claim("first", 2, claim_id=spread)
+        assert claim.claim_id == spread
+        bench.later(0.1)
+        if bench.counts("first")[2] == 2 and bench.now < 0.15:
+            bench.release(claim)
+    bench.later(11.0)
+    assert bench.counts("first") == [0, 2, 0, 0]
+    assert bench.claim("first", 2).rows.tolist() == rows.tolist()
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
