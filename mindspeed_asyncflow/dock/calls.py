@@ -24,6 +24,7 @@ from mindspeed_asyncflow.dock.wire import Message, Verb
 from mindspeed_asyncflow.errors import DockError, WorkerLost
 
 INLINE_BYTES = 8 << 10  # smaller values travel in their frame: one message instead of two
+_NO_LENGTHS = np.empty(0, np.int64)
 _RETRY_S = 0.02  # between two attempts to reach a pair that may be starting again
 
 
@@ -114,7 +115,7 @@ class Calls:
         check_fits(total, self.arena_bytes)
         what = {
             "columns": list(packed), "timeout_s": self.patience(timeout_s),
-            "lengths": np.concatenate(lengths) if lengths else np.empty(0, np.int64),
+            "lengths": lengths[0] if len(lengths) == 1 else np.concatenate(lengths) if lengths else _NO_LENGTHS,
         }  # fmt: skip
         if total <= INLINE_BYTES:
             data = b"".join([column.values.tobytes() for column in columns])
@@ -162,7 +163,7 @@ class Calls:
             offset = reply.whole("offset")
         for i, _, rows, at in lay_out(offset, [len(column.lengths) for column in columns], sizes):
             part = columns[i].part
-            columns[i].copy_into(arena.room(at, part, int(columns[i].counts.sum())), 0, rows)
+            columns[i].copy_into(arena.room(at, part, columns[i].items), 0, rows)
         reply = channel.call(verb, request, message | {"reservation": number, "ahead": need})
         if "ahead" in reply:
             channel.ahead = (reply["ahead"][0], reply["ahead"][1], need)

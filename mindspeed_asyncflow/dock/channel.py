@@ -64,7 +64,7 @@ class Channel:
         patience = self._wait_s if timeout_s is None else float(timeout_s) + _GRACE_S
         try:
             self._wait_at_most(patience)
-            nbytes = sum(array.nbytes for array in bulk)
+            nbytes = sum(array.nbytes for array in bulk) if bulk else 0
             self._send(wire.encode(verb, 0, self._client, request, message, nbytes), bulk)
             reply, status = self._receive()
         except (TimeoutError, BlockingIOError):
@@ -90,7 +90,8 @@ class Channel:
             self._patience = seconds
 
     def _send(self, parts: list, bulk: Sequence[np.ndarray]) -> None:
-        parts += [array.data for array in bulk if len(array)]
+        if bulk:
+            parts += [array.data for array in bulk if len(array)]
         size = sum(map(len, parts))
         if size <= _SMALL:
             self._socket.sendall(b"".join(parts))

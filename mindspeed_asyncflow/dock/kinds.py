@@ -25,23 +25,25 @@ _NO_BUFFER = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # dtypes that tensors
 class Packing:
     """The cells of one part on their way into the dock: flat, or still the caller's rows. Nothing is copied yet."""
 
-    __slots__ = ("_flat", "_rows", "counts", "lengths", "part")
+    __slots__ = ("_flat", "_rows", "counts", "lengths", "nbytes", "part")
 
     def __init__(self, part: Part, lengths: np.ndarray, flat: Ragged | None, rows: list[np.ndarray] | None) -> None:
         self.part, self.lengths = part, lengths
         self._flat, self._rows = flat, rows
-        self.counts = lengths * (part.itemsize // part.dtype.itemsize)  # int64 [n], items
+        self.counts = lengths * (part.itemsize // part.dtype.itemsize) if part.inner else lengths  # int64 [n], items
+        self.nbytes = (len(lengths) if part.fixed else int(np.add.reduce(lengths))) * part.itemsize
 
     @property
-    def nbytes(self) -> int:
-        return int(self.lengths.sum()) * self.part.itemsize
+    def items(self) -> int:
+        """Of all cells."""
+        return self.nbytes // self.part.dtype.itemsize
 
     @property
     def values(self) -> np.ndarray:
         """All cells after one another, [items] of the part's dtype."""
         if self._flat is not None:
             return self._flat.packed().values
-        out = np.empty(int(self.counts.sum()), self.part.dtype)
+        out = np.empty(self.items, self.part.dtype)
         self.copy_into(out, 0, len(self.lengths))
         return out
 

@@ -92,7 +92,7 @@ class Ragged:
         """The same rows back to back from 0. Copies only when they are not neighbours already."""
         counts = self.counts
         begins, ends = runs(self.starts, counts)
-        packed_starts = np.cumsum(counts) - counts
+        packed_starts = np.add.accumulate(counts) - counts
         if len(begins) == 1:
             return Ragged(self.values[begins[0] : ends[0]], packed_starts, self.lengths, self.inner)
         values = np.empty(int(counts.sum()), self.values.dtype)
@@ -102,7 +102,7 @@ class Ragged:
 
 def runs(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Begins and ends of the stretches [starts, starts + counts), in order; neighbours are one, empty ones none."""
-    if not counts.all():
+    if np.count_nonzero(counts) != len(counts):
         some = counts > 0
         starts, counts = starts[some], counts[some]
     ends = starts + counts
