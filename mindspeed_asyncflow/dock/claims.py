@@ -106,8 +106,7 @@ class Claims(Waking):
     def _start(
         self, part: Partition, queue: TaskQueue, request: ClaimRequest, slots: np.ndarray, worker: str, now: float
     ) -> OpenClaim:
-        if request.claim_id and request.claim_id not in self.leases.open:
-            self.note_spread(request.claim_id, True)
+        self._note_spread_start(request.claim_id)
         claim = self.leases.start(part.name, request.task, worker, slots, now, request.owner, request.claim_id)
         queue.take(slots, claim.id)
         part.rows.holders[slots] += 1
@@ -115,6 +114,10 @@ class Claims(Waking):
         counters.claims_granted += 1
         counters.rows_granted += len(slots)
         return claim
+
+    def _note_spread_start(self, claim_id: int) -> None:
+        if claim_id and claim_id not in self.leases.open:
+            self.note_spread(claim_id, True)
 
     def counters_of(self, task: str) -> report.TaskCounters:
         if task not in self.counters:
@@ -250,16 +253,18 @@ class Claims(Waking):
         self.wake(now)
 
     def divide(
-        self, claim_id: int, part: Partition, shares: Sequence[np.ndarray], workers: Sequence[str], now: float
+        self, claim_id: int, part: Partition, shares: Sequence[np.ndarray], workers: Sequence[str], spread: int,
+        now: float,
     ) -> list[int]:  # fmt: skip
-        """Makes a claim of each share of an open claim; their ids, 0 for an empty share."""
+        """Makes a claim of each share of an open claim; their ids, 0 for an empty share. `spread`: see `LeaseBook`."""
         claim, _ = self.held(claim_id, part, np.concatenate(shares), now)
         queue = part.queues[claim.task]
         ids = []
         for slots, worker in zip(shares, workers):
             if len(slots):
                 self.leases.shorten(claim, slots, "it was divided")
-                own = self.leases.start(claim.partition, claim.task, worker, slots, now, claim.key[2]).id
+                self._note_spread_start(spread)
+                own = self.leases.start(claim.partition, claim.task, worker, slots, now, claim.key[2], spread).id
                 queue.pass_on(slots, own)
             ids.append(own if len(slots) else 0)
         return ids

@@ -39,11 +39,11 @@ def export(node: DockNode, message: Message) -> dict:
 
 
 def divide(node: DockNode, message: Message, now: float) -> dict:
-    """An open claim becomes one claim per share."""
+    """An open claim becomes one claim per share; with `spread`, a part of the claim of that id over several pairs."""
     part, slots = node.controller.resolve(message.ints("rows"))
     counts, workers = message.ints("counts"), message.names("workers")
     if len(counts) != len(workers) or counts.sum() != len(slots) or (counts < 0).any():
         raise WireError("a claim is divided into one share per worker, all of its rows")
     shares = np.split(slots, np.cumsum(counts)[:-1])
-    ids = node.controller.divide(message.whole("claim_id"), part, shares, workers, now)
+    ids = node.controller.divide(message.whole("claim_id"), part, shares, workers, message.whole("spread"), now)
     return {"claim_ids": np.array(ids, np.int64)}

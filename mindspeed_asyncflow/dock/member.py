@@ -141,7 +141,7 @@ class Member:
 
     def _collect(self, now: float) -> None:
         """Answers of the node to calls that waited."""
-        while (outcomes := self.node.take_outcomes()) or self.node.controller.ends:
+        while (outcomes := self.node.take_outcomes()) or self.node.controller.ends or self._unasked:
             for key, reply in outcomes:
                 caller = self._callers.pop(key, None)
                 if caller is None:
@@ -159,7 +159,8 @@ class Member:
                 if caller is not None:
                     team = team_of(caller.message)
                     self.peers.ended_here(key if team is None else self._team_asks.get(team, key))
-        self._ask_for_teams()
+            if self._unasked:
+                self._ask_for_teams(now)
 
     def cancel(self, key: object) -> None:
         """The asker of a call that waits is gone."""
@@ -221,7 +222,7 @@ class Member:
             return
         team = team_of(message)
         if team is None or self._team_asks.setdefault(team, key) == key:
-            self.peers.parked(key, for_peers(message), deadline)
+            self.peers.parked(key, for_peers(message), deadline, message.whole("claim_id"))
 
     def _stop_asking(self, key: object, message: Message) -> None:
         """A claim that waited needs no other pair any more; of a team, another rank that still waits takes over."""
@@ -231,19 +232,35 @@ class Member:
             del self._team_asks[team]
             self._unasked.add(team)
 
-    def _ask_for_teams(self) -> None:
+    def _ask_for_teams(self, now: float) -> None:
         """Of teams for which nobody asks now, a rank that still waits does."""
         teams, self._unasked = self._unasked, set()
-        for key, caller in list(self._callers.items()) if teams else ():
+        for key, caller in list(self._callers.items()):
             team = team_of(caller.message) if caller.verb is Verb.CLAIM else None
             if team in teams:
                 teams.discard(team)
-                self._ask_peers(key, caller.message, caller.deadline)
+                self._ask_again(key, caller, now)
 
-    def _stolen(self, key: object, call: Callable[..., int] | None, reply: dict[str, Any]) -> None:
-        """Another pair has granted what a caller here asks for; `call` None: the stream has ended at all pairs."""
+    def _ask_again(self, key: object, caller: _Caller, now: float) -> None:
+        """For a claim that has waited for a while: the stream of this pair may have ended for it."""
+        self._ask_peers(key, caller.message, caller.deadline)
+        control = self.node.controller
+        control.touched.add((caller.message.text("partition"), caller.message.text("task")))
+        control.wake(now)
+        self.node.settle(now)
+
+    def _stolen(self, key: object, call: Callable[..., int] | None, reply: dict[str, Any] | AsyncFlowError) -> None:
+        """Another pair has granted what a caller here asks for; `call` None: the stream has ended at all pairs.
+
+        An error: what it granted is lost.
+        """
         caller = self._callers.get(key)
         if caller is None:
+            if call is not None and not isinstance(reply, AsyncFlowError) and reply["grant"].shape[1]:
+                call(Verb.RELEASE, {"claim_id": reply["claim_id"], "rows": np.ascontiguousarray(reply["grant"][0])})
+            return
+        if isinstance(reply, AsyncFlowError):
+            self._ask_again(key, caller, self.peers.now)
             return
         team = team_of(caller.message)
         if team is None:

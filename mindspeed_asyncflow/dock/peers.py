@@ -21,7 +21,7 @@ from mindspeed_asyncflow.dock.wire import Message, Verb
 from mindspeed_asyncflow.errors import AsyncFlowError, DockError
 
 MIRROR_S = 1.0  # a put waits at most this long for the next pair to note its groups
-Answer = Callable[[object, Callable[..., int] | None, dict[str, Any]], None]  # key, way to the pair, reply
+Answer = Callable[[object, Callable[..., int] | None, dict[str, Any] | AsyncFlowError], None]  # key, way there, reply
 
 
 @dataclass(slots=True)
@@ -30,6 +30,7 @@ class _Ask:
 
     message: Mapping[str, Any]
     deadline: float
+    spread: int  # id of the claim over several pairs that rows are for, or 0
     requests: dict[int, int] = field(default_factory=dict)  # pair -> request number of the claim there
     ended: set[int] = field(default_factory=set)  # pairs where the stream has ended for this consumer
     ended_here: bool = False  # the stream of this pair has ended for it
@@ -115,9 +116,9 @@ class Peers:
 
     # -- claims ----------------------------------------------------------------------------------------------------
 
-    def parked(self, key: object, message: Mapping[str, Any], deadline: float) -> None:
-        """This pair cannot serve a claim yet: `message` is asked of the others."""
-        self._asks[key] = _Ask(message, deadline)
+    def parked(self, key: object, message: Mapping[str, Any], deadline: float, spread: int = 0) -> None:
+        """This pair cannot serve a claim yet: `message` is asked of the others. `spread`: see `_rename`."""
+        self._asks[key] = _Ask(message, deadline, spread)
         for link in list(self.links.values()):
             self._ask(key, link)
 
@@ -169,7 +170,27 @@ class Peers:
         self.counters.stolen_rows += rows.shape[1]
         del self._asks[key]
         self._call_off(ask)
-        self._answer(key, link.call, reply)
+        if ask.spread and rows.shape[1]:
+            self._rename(key, link, ask, reply, rows[0])
+        else:
+            self._answer(key, link.call, reply)
+
+    def _rename(self, key: object, link: Link, ask: _Ask, reply: Message, rows: np.ndarray) -> None:
+        """Rows for a claim over several pairs come under its id only when it is sure that they are used.
+
+        Its client may end it any time, wherever it has rows: those of a grant that comes too late must not be meant.
+        """
+
+        def renamed(answer: Reply) -> None:
+            if isinstance(answer, AsyncFlowError):
+                self._answer(key, None, answer)
+            else:
+                self._answer(key, link.call, reply | {"claim_id": ask.spread})
+
+        link.call(Verb.DIVIDE, {
+            "claim_id": reply.whole("claim_id"), "rows": np.ascontiguousarray(rows), "counts": np.array([len(rows)]),
+            "workers": [ask.message["worker"]], "spread": ask.spread,
+        }, renamed)  # fmt: skip
 
     def _give_back(self, link: Link, message: Mapping[str, Any], reply: Message, rows: np.ndarray) -> None:
         if len(rows):

@@ -33,7 +33,7 @@ def for_peers(message: Message) -> dict[str, Any]:
         shares = message.whole("ranks") if message.text("split") != "same" else 1
     return asked | {
         "count": message.whole("count") * shares, "at_least": message.whole("at_least") * shares, "forwarded": True,
-        "columns": [], "copy": False, "team": "", "rank": 0, "ranks": 1, "split": "same",
+        "claim_id": 0, "columns": [], "copy": False, "team": "", "rank": 0, "ranks": 1, "split": "same",
     }  # fmt: skip
 
 
@@ -84,5 +84,5 @@ def as_shares(
     call(Verb.DIVIDE, {
         "claim_id": whole.claim_id, "rows": np.concatenate([whole.rows[i] for i in index]),
         "counts": np.array([len(i) for i in index], np.int64),
-        "workers": [f"team {key[2]} rank {rank}" for rank in range(ranks)],
+        "workers": [f"team {key[2]} rank {rank}" for rank in range(ranks)], "spread": 0,
     }, divided)  # fmt: skip

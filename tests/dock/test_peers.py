@@ -323,6 +323,48 @@ def test_a_lost_pair_holds_up_ends_only_until_it_is_forgotten(docks, put):
     assert found[0].sealed
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gathered_claim_means_the_rows_that_its_client_has_and_no_late_grant(docks, put, seed, monkeypatch):
+    dock = docks(4)
+    source, client = put(dock), dock.client(home=seed)
+    for n in range(4):
+        source.on(n, 10)
+        for link in dock.member(n).peers.links.values():  # late grants are given back much later
+
+            def call(verb, message, then=None, call=link.call):
+                return 0 if verb is Verb.RELEASE else call(verb, message, then)
+
+            monkeypatch.setattr(link, "call", call)
+    claim = client.claim("make", 40, partition="p", worker="w", at_least=11)
+    dock.client(home=0).done(claim.claim_id)
+    states = client.stats()["partitions"]["p"]["tasks"]["make"]
+    assert states["done"] == len(claim.rows) and states["done"] + states["claimed"] + states["ready"] == 40
+
+
+def test_a_grant_for_a_gathered_claim_that_is_lost_on_its_way_is_asked_for_again(docks, put):
+    dock = docks(3)
+    source, client = put(dock), dock.client(home=0)
+    divide, refused = dock.member(1)._own[Verb.DIVIDE], []
+
+    def refuse(message, now):
+        if len(refused) < 1:
+            refused.append(message.whole("claim_id"))
+            raise ClaimLost("its lease ran out")
+        return divide(message, now)
+
+    dock.member(1)._own[Verb.DIVIDE] = refuse
+    source.on(0)
+
+    def feed() -> None:
+        source.on(1, 2)
+        dock.when(lambda: refused)
+        source.pairs[1].release(refused[0])
+
+    found = in_threads(lambda: client.claim("make", 3, partition="p", worker="w", at_least=3), feed)
+    assert sorted(found[0].rows.tolist()) == sorted(source.handles)
+    client.done(found[0].claim_id)
+
+
 # -- teams -------------------------------------------------------------------------------------------------------------
 
 
@@ -389,6 +431,27 @@ def test_a_rank_that_leaves_while_it_asks_for_its_team_leaves_the_asking_to_anot
     assert isinstance(found[0], DeadlineExceeded)
     late = ask(0, 5.0)
     assert sorted(found[1].rows.tolist() + late.rows.tolist()) == sorted(source.handles)
+
+
+def test_a_rank_that_takes_over_the_asking_hears_of_the_end_too(docks, put):
+    dock = docks(2)
+    source = put(dock)
+    team, _, pair = team_home(2, True)
+    client, holder = dock.client(home=0), dock.client(home=1)
+    source.on(pair)
+    source.seal()
+    held = holder.claim("make", 1, partition="p", worker="another")
+
+    def ask(rank: int, timeout_s: float):
+        return client.claim("make", 2, partition="p", worker=f"r{rank}", team=team, rank=rank, ranks=2, split="fifo",
+                            timeout_s=timeout_s)  # fmt: skip
+
+    found = in_threads(
+        lambda: ask(0, 0.3), lambda: time.sleep(0.1) or ask(1, 8.0),
+        lambda: time.sleep(0.6) or holder.done(held.claim_id),
+    )  # fmt: skip
+    assert isinstance(found[0], DeadlineExceeded) and found[1].sealed
+    assert ask(0, 2.0).sealed
 
 
 def test_a_team_whose_round_was_lost_with_its_pair_asks_the_others(docks, put):
