@@ -166,7 +166,7 @@ class Dock:
         self.when(lambda: all(link.up for i in range(count) for link in self.member(i).peers.links.values()))
 
     def client(self, home: int = 0, **how) -> DockClient:
-        how = {"wait_s": 10.0, "map_arena": False, "restart_s": 0.3} | how
+        how = {"wait_s": 10.0, "map_arena": False, "restart_s": 0.1} | how
         self.clients.append(DockClient(self.addresses, SECRET, home=home, **how))
         return self.clients[-1]
 

@@ -201,7 +201,7 @@ def test_hundreds_of_waiters_of_one_pair_wait_at_the_others_too(docks, put):
     actions = [
         lambda i=i: clients[i % 3].claim("make", 1, partition="p", worker=f"w{i}", timeout_s=15.0) for i in range(300)
     ]
-    feeder = threading.Timer(1.0, lambda: source.on(1, 300))
+    feeder = threading.Timer(0.5, lambda: source.on(1, 300))
     feeder.start()
     found = in_threads(*actions)
     feeder.join()
@@ -426,7 +426,7 @@ def test_a_rank_that_leaves_while_it_asks_for_its_team_leaves_the_asking_to_anot
                             timeout_s=timeout_s)  # fmt: skip
 
     found = in_threads(
-        lambda: ask(0, 0.2), lambda: time.sleep(0.05) or ask(1, 8.0), lambda: time.sleep(0.6) or source.on(pair, 4)
+        lambda: ask(0, 0.2), lambda: time.sleep(0.05) or ask(1, 8.0), lambda: time.sleep(0.4) or source.on(pair, 4)
     )
     assert isinstance(found[0], DeadlineExceeded)
     late = ask(0, 5.0)
@@ -448,7 +448,7 @@ def test_a_rank_that_takes_over_the_asking_hears_of_the_end_too(docks, put):
 
     found = in_threads(
         lambda: ask(0, 0.3), lambda: time.sleep(0.1) or ask(1, 8.0),
-        lambda: time.sleep(0.6) or holder.done(held.claim_id),
+        lambda: time.sleep(0.45) or holder.done(held.claim_id),
     )  # fmt: skip
     assert isinstance(found[0], DeadlineExceeded) and found[1].sealed
     assert ask(0, 2.0).sealed
