@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from mindspeed_asyncflow.dock import peers
 from mindspeed_asyncflow.dock.homes import named_home
 from mindspeed_asyncflow.dock.pair import PairClient
 from mindspeed_asyncflow.dock.server import DockServer
@@ -135,8 +136,7 @@ def test_rows_that_come_to_all_pairs_at_once_go_to_each_waiter_once_and_none_is_
         thread.join(20.0)
         assert not thread.is_alive()
     assert Counter(itertools.chain(*taken)) == Counter(source.handles)
-    peers = [dock.stats(n)["peers"] for n in range(4)]
-    assert sum(p["steals"] for p in peers) > 0
+    assert sum(dock.stats(n)["peers"]["steals"] for n in range(4)) > 0
     dock.when(lambda: quiet(dock))
 
 
@@ -187,7 +187,7 @@ def test_thousands_of_waits_that_are_called_off_leave_the_link_open(docks):
     client = dock.client(home=0)
     link = dock.member(0).peers.links[1]
     fd = link.fd
-    for _ in range(300):
+    for _ in range(270):
         with contextlib.suppress(DeadlineExceeded):
             client.claim("make", 1, partition="p", worker="w", timeout_s=0.001)
     assert link.up and link.fd == fd
@@ -323,7 +323,7 @@ def test_a_lost_pair_holds_up_ends_only_until_it_is_forgotten(docks, put):
     assert found[0].sealed
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_gathered_claim_means_the_rows_that_its_client_has_and_no_late_grant(docks, put, seed, monkeypatch):
     dock = docks(4)
     source, client = put(dock), dock.client(home=seed)
@@ -564,13 +564,14 @@ def test_a_neighbour_that_does_not_answer_is_waited_for_once(docks, put, monkeyp
         return call(verb, message, None)
 
     monkeypatch.setattr(link, "call", lost)
+    monkeypatch.setattr(peers, "MIRROR_S", 0.3)
     start = time.monotonic()
     source.on(0)
-    assert 0.9 < time.monotonic() - start < 3.0
+    assert 0.25 < time.monotonic() - start < 2.0
     start = time.monotonic()
     for _ in range(5):
         source.on(0)
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 0.3
     assert dock.stats(0)["peers"]["unmirrored_puts"] == 6
 
 
