@@ -17,7 +17,7 @@ META, LATE = "meta", "late"  # kinds beside those of dock_load: three numbers a 
 TASKS = 4  # of META, each reads all three columns
 META_COLUMNS = ("a", "b", "c")
 WAIT_S = 60.0
-ROOM = 1.4  # arena over payload: puts leave a part of the arena to results
+ROOM = 2.2  # arena over payload: clients hold room ahead for their next put while half of the arena is free
 
 _JAGGED_COLUMNS = (
     ColumnSpec("prompt", "int64", shape=(PROMPT,)),

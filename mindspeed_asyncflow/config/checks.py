@@ -166,6 +166,13 @@ def _rollout(c: Config) -> Iterator[Raw]:
             ("workflow.watchdog_s", "rollout.timeout_s"),
             f"the watchdog ({c.workflow.watchdog_s:g} s) would stop a generation batch that may take {r.timeout_s:g} s",
         )
+    under_way = (c.workflow.max_lag + 1) * c.samples_per_step
+    if c.dock.max_rows and under_way > c.dock.max_rows * c.dock.pairs:
+        yield (
+            "error",
+            ("dock.max_rows", "dock.pairs", "workflow.groups_per_step", "algorithm.group_size", "workflow.max_lag"),
+            f"{under_way} samples are under way, the dock may hold {c.dock.max_rows * c.dock.pairs} rows",
+        )
     need = feasibility.arena_bytes(c)
     given = c.dock.arena_mb * c.dock.pairs
     if need > given << 20:

@@ -31,7 +31,7 @@ class Arena:
     @classmethod
     def create(cls, path: str | None, nbytes: int) -> Arena:
         """Creates and touches the file. Raises PlatformError when the memory or the name is not available."""
-        path = path or f"{SHM_DIR}/asyncflow-{os.getpid()}-dock-{secrets.token_hex(4)}"
+        path = path or f"{SHM_DIR}/asyncflow-dock-{os.getpid()}-{secrets.token_hex(4)}"
         nbytes = -(-nbytes // GRANULE) * GRANULE
         try:
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)

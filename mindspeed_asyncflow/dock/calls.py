@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_asyncflow.dock import kinds
+from mindspeed_asyncflow.dock import arguments, kinds
 from mindspeed_asyncflow.dock.arena import GRANULE, Arena
 from mindspeed_asyncflow.dock.channel import NO_STRETCH, Broken, Channel
 from mindspeed_asyncflow.dock.columns import ColumnSpec, Part, Schema, TaskSpec
@@ -36,11 +37,13 @@ class Calls:
         restart_s: float = 2.0,
     ) -> None:  # fmt: skip
         self.address = address
-        self.wait_s, self.restart_s = wait_s, restart_s
-        self._secret = secret.encode() if isinstance(secret, str) else secret
+        self.wait_s, self.restart_s = arguments.seconds("wait_s", wait_s), arguments.seconds("restart_s", restart_s)
+        self._secret = secret.encode() if isinstance(secret, str) else bytes(secret)
         self._client = secrets.randbits(63)
         self._requests = itertools.count(1)
         self._idle: list[Channel] = []
+        self._under_way: set[Channel] = set()
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
         self._pool = BufferPool()
@@ -77,15 +80,16 @@ class Calls:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
-        for channel in idle:
+            channels = [*self._idle, *self._under_way]
+            self._idle = []
+        for channel in channels:
             channel.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def patience(self, timeout_s: float | None) -> float:
-        return self.wait_s if timeout_s is None else timeout_s
+        return self.wait_s if timeout_s is None else arguments.seconds("timeout_s", timeout_s)
 
     # -- values ----------------------------------------------------------------------------------------------------
 
@@ -227,6 +231,7 @@ class Calls:
 
     def _keep(self, channel: Channel) -> None:
         with self._lock:
+            self._under_way.discard(channel)
             if channel.usable and not self._closed:
                 self._idle.append(channel)
                 return
@@ -236,9 +241,16 @@ class Calls:
         with self._lock:
             if self._closed:
                 raise DockError("this dock client is closed")
+            if self._process != os.getpid():
+                raise DockError("this dock client was made before a fork: make one in each process")
             if self._idle and not fresh:
-                return self._idle.pop()
-        return self._open()
+                channel = self._idle.pop()
+                self._under_way.add(channel)
+                return channel
+        channel = self._open()
+        with self._lock:
+            self._under_way.add(channel)
+        return channel
 
     def _connect(self) -> Channel:
         try:

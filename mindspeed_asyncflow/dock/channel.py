@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,8 @@ from mindspeed_asyncflow.dock.pool import BufferPool
 from mindspeed_asyncflow.dock.wire import HEADER, Message, Verb, WireError
 from mindspeed_asyncflow.errors import AsyncFlowError, DockError, Unanswered
 
-_GRACE_S = 5.0  # beyond the deadline that the server keeps by itself
+_GREETING_S = 2.0  # a server that runs greets at once
+_GRACE_S = 2.0  # beyond the deadline that the server keeps by itself
 _SMALL = 1 << 17  # frames up to this size are joined before they are sent
 _READ = 1 << 16
 _MOST_VECTORS = 1024
@@ -40,11 +42,15 @@ class Channel:
         self.usable = False
         self.ahead = NO_STRETCH  # number, byte offset and size of what the server keeps for the next call from here
         self._patience = 0.0
-        self._socket = _connect_here(local) or _connect(address, wait_s)
+        greeting_s = min(wait_s, _GREETING_S)
+        self._socket = _connect_here(local) or _connect(address, greeting_s)
         try:
-            self._wait_at_most(wait_s)
+            self._wait_at_most(greeting_s)
             challenge = self._exactly(wire.CHALLENGE_BYTES)
             self.hello = self.call(Verb.HELLO, 0, {"answer": wire.answer(secret, challenge)})
+        except BlockingIOError:
+            self._socket.close()
+            raise Broken(f"it accepts the connection and says nothing for {greeting_s:g} s") from None
         except BaseException as error:
             self._socket.close()
             if isinstance(error, OSError):
@@ -79,6 +85,9 @@ class Channel:
         return reply
 
     def close(self) -> None:
+        """A call that another thread waits for ends as Broken."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _wait_at_most(self, seconds: float) -> None:

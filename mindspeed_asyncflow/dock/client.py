@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_asyncflow.dock import describe, snapshot
+from mindspeed_asyncflow.dock import arguments, describe, snapshot
 from mindspeed_asyncflow.dock.columns import Ragged
 from mindspeed_asyncflow.dock.gather import check_groups, check_lengths, cuttable, merge_columns, row_count, take
 from mindspeed_asyncflow.dock.pair import Claim, PairClient
@@ -80,7 +80,8 @@ class DockClient(SpreadClaims):
 
         Without `group_ids` every row is a group of its own. Whole groups go to the pair with most room; members of a
         group that come in several puts meet at the pair that the id names. When the chosen pair is full, the others
-        are tried before waiting. All or nothing: when a pair refuses its part, the rows that others took are freed.
+        are tried before waiting. A put over several pairs is one commit per pair: when a pair refuses its part, the
+        rows that others took are freed again, also those that a consumer has had meanwhile.
         """
         values = values or {}
         if len(self.addresses) == 1:
@@ -91,7 +92,8 @@ class DockClient(SpreadClaims):
         if not len(count):
             raise DockError("a put brings at least one row")
         check_lengths(self.schema, values, int(count.sum()), len(count))
-        deadline = time.monotonic() + (self.wait_s if timeout_s is None else timeout_s)
+        versions = None if versions is None else arguments.versions(versions, int(count.sum()))
+        deadline = time.monotonic() + (self.wait_s if timeout_s is None else arguments.seconds("timeout_s", timeout_s))
         homes = self._homes(partition, given, count, values)
         found: list[np.ndarray] = [np.empty(0, np.int64)] * len(count)
         try:

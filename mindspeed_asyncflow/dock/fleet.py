@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from mindspeed_asyncflow.dock import arguments
 from mindspeed_asyncflow.dock.columns import Schema
 from mindspeed_asyncflow.dock.gather import weigh
 from mindspeed_asyncflow.dock.homes import Room, named_home, spread
@@ -21,6 +22,9 @@ from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockErr
 _T = TypeVar("_T")
 _AGAIN_S = 0.05  # between two attempts to reach a pair
 _Put = Callable[[PairClient, float], list]
+
+
+_LOOK_ELSEWHERE_S = 0.25  # how long a put waits for room at its home before it looks at the others again
 
 
 class Fleet:
@@ -187,7 +191,7 @@ class Fleet:
 
     def _by_pair(self, rows: np.ndarray) -> Iterator[tuple[PairClient, np.ndarray]]:
         """The pairs that hold `rows` and the positions of theirs."""
-        rows = np.asarray(rows, np.int64)
+        rows = arguments.numbers("rows", rows)
         if not len(rows):
             return
         numbers = pair_numbers(rows)
@@ -219,11 +223,21 @@ class Fleet:
         return homes
 
     def _put_at(self, home: int, movable: bool, deadline: float, put: _Put) -> list[np.ndarray]:
-        """`put` at `home`, or at once elsewhere when that one is full, or at `home` once it has room."""
-        for number in [home, *(n for n in self._rooms if n != home)] if movable else []:
+        """`put` at `home`, or, where it may go elsewhere, at the first pair that has room for it."""
+        while movable:
+            for number in [home, *(n for n in list(self._rooms) if n != home)]:
+                try:
+                    return self._put_now(number, 0.0, put)
+                except Unanswered:  # it may have been carried out, or will be
+                    raise
+                except DeadlineExceeded:
+                    continue
+            left = deadline - time.monotonic()
+            if left <= _LOOK_ELSEWHERE_S or len(self._rooms) < 2:
+                break
             try:
-                return self._put_now(number, 0.0, put)
-            except Unanswered:  # it may have been carried out, or will be
+                return self._put_now(home, _LOOK_ELSEWHERE_S, put)
+            except Unanswered:
                 raise
             except DeadlineExceeded:
                 continue

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_asyncflow.dock import arguments
 from mindspeed_asyncflow.dock.columns import Schema
 from mindspeed_asyncflow.dock.kinds import as_array
 from mindspeed_asyncflow.dock.pair import Claim
@@ -127,9 +128,9 @@ def check_groups(
 
     Raises DockError unless they fit together.
     """
-    ids = np.asarray(group_ids, np.int64)
-    count = np.ones(len(ids), np.int64) if counts is None else np.asarray(counts, np.int64)
-    size = count if sizes is None else np.asarray(sizes, np.int64)
+    ids = arguments.numbers("group_ids", group_ids)
+    count = np.ones(len(ids), np.int64) if counts is None else arguments.numbers("counts", counts)
+    size = count if sizes is None else arguments.numbers("sizes", sizes)
     if not len(ids) == len(size) == len(count) or not len(ids) or (count < 1).any():
         raise DockError(
             f"a put has at least one group, and for each a size and a count of one or more; got {len(ids)} ids, "
@@ -137,7 +138,7 @@ def check_groups(
         )
     ends = np.cumsum(count)
     total = int(ends[-1])
-    member = np.arange(total) - np.repeat(ends - count, count) if members is None else np.asarray(members)
+    member = np.arange(total) - np.repeat(ends - count, count) if members is None else members
     if len(member) != total:
         raise DockError(f"a put of {total} rows came with {len(member)} member numbers")
-    return ids, size, count, member.astype(np.int32)
+    return ids, size, count, arguments.numbers("members", member, "int32")

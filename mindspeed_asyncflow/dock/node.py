@@ -17,10 +17,11 @@ from mindspeed_asyncflow.dock.arena import Arena
 from mindspeed_asyncflow.dock.columns import Schema
 from mindspeed_asyncflow.dock.controller import Controller
 from mindspeed_asyncflow.dock.effects import anonymous_groups, cell_fields, named_groups, put_effect, write_effect
+from mindspeed_asyncflow.dock.joining import late_refusal, read_groups
 from mindspeed_asyncflow.dock.leases import PAIR_SHIFT
 from mindspeed_asyncflow.dock.messages import grant_message, read_ask, read_versions
 from mindspeed_asyncflow.dock.partition import ClaimRequest, Grant, Partition
-from mindspeed_asyncflow.dock.store import NoRoom, Outgoing, Store, Values
+from mindspeed_asyncflow.dock.store import NoRoom, Outgoing, Store
 from mindspeed_asyncflow.dock.verbs import ControlVerbs
 from mindspeed_asyncflow.dock.warehouse import Placed, Warehouse
 from mindspeed_asyncflow.dock.wire import Message, Verb, WireError
@@ -209,8 +210,9 @@ class DockNode(ControlVerbs):
     def _full(self, what: str, waited_s: float) -> DeadlineExceeded:
         return DeadlineExceeded(
             f"waited {waited_s:.1f} s for {what} in the dock: {self.warehouse.used_bytes} of "
-            f"{self.warehouse.capacity_bytes} bytes are in use by {self.live_rows} rows that nobody freed; look why "
-            "they are not consumed, or raise dock.arena_mb or dock.max_rows"
+            f"{self.warehouse.capacity_bytes} bytes are in use by {self.live_rows} rows that nobody freed or "
+            f"reserved for calls under way ({self.store.reserved_bytes}); look why they are not consumed, or raise "
+            "dock.arena_mb or dock.max_rows"
         )
 
     # -- rows and values -------------------------------------------------------------------------------------------
@@ -245,9 +247,10 @@ class DockNode(ControlVerbs):
         if not anonymous and not part.groups.by_id.keys().isdisjoint(ids.tolist()):
             fresh = part.groups.lookup(ids) < 0
         values = self.store.fill(message, message["connection"], rows, len(ids), True)
-        if fresh is not None and not self._same_shared(part, ids, ~fresh, values):
+        refusal = "" if fresh is None else late_refusal(self.store, part, ids, ~fresh, members, counts, values)
+        if refusal:
             self.store.give_up(values)
-            raise DockError("members were put into a group whose shared columns have other values")
+            raise DockError(refusal)
         ready = self.schema.layout(values.columns).mask
         at_once = ready if versions is None else np.int64(0)
         tokens = self.store.tokens(values, counts, rows, {})
@@ -271,26 +274,24 @@ class DockNode(ControlVerbs):
 
     def _groups(self, message: Message) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Group ids, sizes and counts, and the members, of a put; without ids each row is a group of its own."""
-        ids = message.optional_ints("group_ids")
-        if ids is None:
-            rows = message.whole("count")
-            if not 0 < rows <= MOST_ROWS:
-                raise WireError(f"a put is of 1 to {MOST_ROWS} rows")
+        if message.get("group_ids") is not None:
+            return read_groups(message, MOST_ROWS)
+        rows = message.whole("count")
+        if not 0 < rows <= MOST_ROWS:
+            raise WireError(f"a put is of 1 to {MOST_ROWS} rows")
+        ones = np.ones(rows, np.int64)
+        return self._fresh_ids(message.text("partition"), rows), ones, ones, np.zeros(rows, np.int32)
+
+    def _fresh_ids(self, partition: str, rows: int) -> np.ndarray:
+        """Ids of groups that a put did not name; never one that a restored or named group of the partition has."""
+        part = self.controller.partitions.get(partition)
+        while True:
             ids = np.arange(-self._anonymous, -self._anonymous - rows, -1)
             self._anonymous += rows
-            ones = np.ones(rows, np.int64)
-            return ids, ones, ones, np.zeros(rows, np.int32)
-        sizes, counts = message.ints("sizes"), message.ints("counts")
-        members = message.ints("members", "int32")
-        if not len(ids) == len(sizes) == len(counts) or not len(ids) or counts.sum() != len(members):
-            raise WireError("a put needs one size and count per group and one member number per row")
-        if counts.min() < 1 or counts.max() > MOST_ROWS:
-            raise DockError("a put gives each of its groups at least one row")
-        return ids, sizes, counts, members
-
-    def _same_shared(self, part: Partition, ids: np.ndarray, late: np.ndarray, values: Values) -> bool:
-        groups = part.groups.lookup(ids[late])
-        return all(self.store.equal(part, values, i, groups, late) for i, p in enumerate(values.parts) if p.shared)
+            taken = part.groups.by_id.keys() & set(ids.tolist()) if part is not None else ()
+            if not taken:
+                return ids
+            self._anonymous = max(self._anonymous, 1 - min(part.groups.by_id)) if part is not None else 0
 
     def _write(self, message: Message, now: float) -> dict | Answer:
         claim_id = message.optional_whole("claim_id")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_asyncflow.dock import arguments
 from mindspeed_asyncflow.dock.calls import Calls
 from mindspeed_asyncflow.dock.columns import Ragged
 from mindspeed_asyncflow.dock.describe import as_text
@@ -90,26 +91,27 @@ class PairClient(Calls):
         group. `versions`: (oldest, newest) policy version per row, int32 [n] each.
         """
         packed = self.pack(values or {})
-        message: dict[str, Any] = {"partition": partition}
-        _add_versions(message, versions)
+        message: dict[str, Any] = {"partition": arguments.text("partition", partition)}
         if group_ids is None:
             rows = next((len(p.lengths) for parts in packed.values() for p in parts), 0)
             if not rows:
                 raise DockError("a put brings at least one row")
+            _add_versions(message, versions, rows)
             reply = self.send_values(Verb.PUT, message | {"count": rows}, packed, (rows, rows), timeout_s)
             self._note_room(reply)
             return [reply.ints("rows")]
-        ids = np.asarray(group_ids, np.int64)
-        many = np.ones(len(ids), np.int64) if counts is None else np.asarray(counts, np.int64)
+        ids = arguments.numbers("group_ids", group_ids)
+        many = np.ones(len(ids), np.int64) if counts is None else arguments.numbers("counts", counts)
         ends = np.cumsum(many)
         total = int(ends[-1]) if len(ends) else 0
         if not total or len(many) != len(ids):
             raise DockError(f"a put has at least one row and a count per group; got {len(ids)} ids, {len(many)} counts")
+        _add_versions(message, versions, total)
         if members is None:
             members = np.arange(total) - np.repeat(ends - many, many)
         message |= {
-            "group_ids": ids, "sizes": many if sizes is None else np.asarray(sizes, np.int64), "counts": many,
-            "members": np.asarray(members, np.int32),
+            "group_ids": ids, "sizes": many if sizes is None else arguments.numbers("sizes", sizes), "counts": many,
+            "members": arguments.numbers("members", members, "int32"),
         }  # fmt: skip
         reply = self.send_values(Verb.PUT, message, packed, (total, len(ids)), timeout_s)
         self._note_room(reply)
@@ -145,15 +147,18 @@ class PairClient(Calls):
 
     def seal(self, partition: str) -> None:
         """No more rows come: tails are served, then every claim ends with an empty grant whose `sealed` is True."""
-        self.call(Verb.SEAL, {"partition": partition})
+        self.call(Verb.SEAL, {"partition": arguments.text("partition", partition)})
 
     def close_partition(self, name: str) -> None:
         """Frees all rows of a partition (held ones when their claims end); its name may be used anew afterwards."""
-        self.call(Verb.CLOSE, {"partition": name})
+        self.call(Verb.CLOSE, {"partition": arguments.text("name", name)})
 
     def add_task(self, name: str, columns: Sequence[str]) -> None:
         """A new task; all live rows enter it. Nothing happens when it is there already with the same columns."""
-        self.call(Verb.TASK, {"name": name, "columns": list(columns)})
+        columns = arguments.names("columns", columns)
+        if not columns:
+            raise DockError(f"task {name!r} must read a column, or it would be offered rows without anything")
+        self.call(Verb.TASK, {"name": arguments.text("name", name), "columns": columns})
 
     # -- work ------------------------------------------------------------------------------------------------------
 
@@ -174,12 +179,22 @@ class PairClient(Calls):
         is chosen by who gathers one claim from several pairs.
         Raises DeadlineExceeded, with nothing claimed, after `timeout_s` (default `wait_s`; 0: no wait).
         """
+        count = arguments.whole("count", count, 1)
+        groups = None if group_ids is None else arguments.numbers("group_ids", group_ids)
+        if groups is not None and not len(groups):
+            raise DockError("group_ids must name groups, at least one; leave it out for any")
+        if (ranks != 1 or rank) and not team:
+            raise DockError(f"rank {rank!r} and ranks {ranks!r} are those of a team: name it with team=")
         reply = self.call(Verb.CLAIM, {
-            "task": task, "partition": partition, "count": count, "unit": unit, "policy": policy,
-            "group_ids": None if group_ids is None else np.asarray(group_ids, np.int64), "min_version": min_version,
-            "timeout_s": self.patience(timeout_s), "worker": worker, "at_least": at_least, "columns": list(columns),
-            "copy": not self.mapped, "max_age_s": max_age_s, "seed": seed, "team": team, "rank": rank, "ranks": ranks,
-            "split": split, "claim_id": claim_id,
+            "task": task, "partition": arguments.text("partition", partition), "count": count, "unit": unit,
+            "policy": policy, "group_ids": groups,
+            "min_version": None if min_version is None else arguments.whole("min_version", min_version),
+            "timeout_s": self.patience(timeout_s), "worker": arguments.text("worker", worker),
+            "at_least": arguments.whole("at_least", at_least, 1, count),
+            "columns": arguments.names("columns", columns), "copy": not self.mapped,
+            "max_age_s": None if max_age_s is None else arguments.seconds("max_age_s", max_age_s),
+            "seed": arguments.whole("seed", seed), "team": team, "rank": arguments.whole("rank", rank, 0),
+            "ranks": arguments.whole("ranks", ranks, 1, 1 << 16), "split": split, "claim_id": claim_id,
         })  # fmt: skip
         claim = read_grant(reply)
         if not columns or not len(claim):
@@ -218,12 +233,16 @@ class PairClient(Calls):
         unless it is equal. Waits while the arena is full.
         """
         handles = _handles(rows)
+        if done and claim_id is None:
+            raise DockError("done=True finishes rows of a claim: give its claim_id")
+        claim_id = None if claim_id is None else arguments.whole("claim_id", claim_id)
         message: dict[str, Any] = {"rows": handles, "claim_id": claim_id, "done": done}
-        _add_versions(message, versions)
+        _add_versions(message, versions, len(handles))
         self.send_values(Verb.WRITE, message, self.pack(values), (len(handles), len(handles)), timeout_s)
 
     def done(self, claim_id: int | None = None, *, task: str = "", rows: np.ndarray | None = None) -> None:
         """The task has finished the rows of the claim (only `rows`, if given), or `rows` that claims of `task` hold."""
+        claim_id = None if claim_id is None else arguments.whole("claim_id", claim_id)
         self.call(Verb.DONE, {"claim_id": claim_id, "task": task, "rows": None if rows is None else _handles(rows)})
 
     def finish(self, task: str, rows: np.ndarray) -> None:
@@ -233,11 +252,12 @@ class PairClient(Calls):
 
     def release(self, claim_id: int, rows: np.ndarray | None = None) -> None:
         """Gives the rows of the claim (only `rows`, if given) back: they are offered again, before others."""
+        claim_id = arguments.whole("claim_id", claim_id)
         self.call(Verb.RELEASE, {"claim_id": claim_id, "rows": None if rows is None else _handles(rows)})
 
     def forget_worker(self, worker: str) -> int:
         """Offers everything again that a lost worker holds; returns the number of its claims."""
-        return self.call(Verb.FORGET, {"worker": worker}).whole("claims")
+        return self.call(Verb.FORGET, {"worker": arguments.text("worker", worker)}).whole("claims")
 
     def stats(self) -> dict[str, Any]:
         """Rows by state per partition and task, bytes, claims, drops by reason, waiting calls."""
@@ -304,9 +324,9 @@ def _with_values(claim: Claim, values: dict[str, Any]) -> Claim:
 
 
 def _handles(rows: np.ndarray | Sequence[int]) -> np.ndarray:
-    return np.asarray(rows, np.int64)
+    return arguments.numbers("rows", rows)
 
 
-def _add_versions(message: dict[str, Any], versions: tuple[np.ndarray, np.ndarray] | None) -> None:
+def _add_versions(message: dict[str, Any], versions: tuple[np.ndarray, np.ndarray] | None, rows: int) -> None:
     if versions is not None:
-        message["version_min"], message["version_max"] = (np.asarray(v, np.int32) for v in versions)
+        message["version_min"], message["version_max"] = arguments.versions(versions, rows)

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mindspeed_asyncflow.dock import wire
+from mindspeed_asyncflow.dock import arguments, wire
 from mindspeed_asyncflow.dock.arena import Arena
-from mindspeed_asyncflow.dock.columns import ColumnSpec, Schema, TaskSpec, column_table
+from mindspeed_asyncflow.dock.columns import ColumnSpec, Schema, TaskSpec
 from mindspeed_asyncflow.dock.connection import Call, Connection
+from mindspeed_asyncflow.dock.greeting import hello, local_name
 from mindspeed_asyncflow.dock.link import Link
 from mindspeed_asyncflow.dock.member import Member, Outcome
 from mindspeed_asyncflow.dock.memory import can_restart
@@ -50,6 +51,7 @@ class DockServer:
     ) -> None:  # fmt: skip
         self._secret = secret.encode() if isinstance(secret, str) else secret
         self._stall_s = stall_s
+        arguments.server(lease_s, max_rows, pair, host, self._secret)
         schema = Schema(columns, tasks)
         try:
             self._listener = socket.create_server((host, port), backlog=512)
@@ -63,10 +65,10 @@ class DockServer:
         self._links: dict[int, Link] = {}
         try:
             self._arena = self._open_arena(arena_path, arena_mb << 20, restart)
+            self._hold_arena()
             self._member = Member(
                 schema, self._arena, lease_s, pair, max_rows, self._secret, self, time.monotonic(), restart
             )
-            self._local_listener.bind(f"\0{local_name(self._arena)}")
         except BaseException:
             self._listener.close()
             self._local_listener.close()
@@ -84,6 +86,15 @@ class DockServer:
         self._thread = threading.Thread(target=self._run, name="dock-server", daemon=True)
         self.bad_frames = 0
         self.failure: BaseException | None = None  # what ended the thread, if anything did
+
+    def _hold_arena(self) -> None:
+        """The name of the node's socket is also the lock of the arena: it goes with the process that holds it."""
+        try:
+            self._local_listener.bind(f"\0{local_name(self._arena)}")
+        except OSError as error:
+            raise PlatformError(
+                f"the arena {self._arena.path} is in use by a pair that runs; end that one before restart=True"
+            ) from error
 
     @staticmethod
     def _open_arena(path: str | None, nbytes: int, restart: bool) -> Arena:
@@ -286,7 +297,13 @@ class DockServer:
         if identity in self._waiting:  # asked again before the loss of the first connection was noticed
             self._close(self._waiting[identity])
         key = (connection, header.request)
-        outcome = self._member.handle(verb, message, connection, key, header.client, header.request, time.monotonic())
+        outcome: Outcome | None
+        try:
+            outcome = self._member.handle(
+                verb, message, connection, key, header.client, header.request, time.monotonic()
+            )
+        except WireError as error:  # the frame is whole, a value in it is not what it should be
+            outcome = DockError(str(error))
         self._send_outcomes()  # those who wait for these rows come before the one who brought them
         if outcome is not None:
             self._answer(connection, header, outcome)
@@ -306,8 +323,8 @@ class DockServer:
         if not wire.knows_secret(self._secret, connection.challenge, shown):
             raise WireError("wrong secret")
         connection.trusted = True
-        hello = _hello(self._member, self._arena)
-        self._send(connection, wire.frame(header.verb, 0, header.client, header.request, hello))
+        told = hello(self._member, self._arena)
+        self._send(connection, wire.frame(header.verb, 0, header.client, header.request, told))
 
     def _answer(self, connection: Connection, header: Header, outcome: Outcome) -> None:
         if isinstance(outcome, bytes):
@@ -376,23 +393,3 @@ class DockServer:
             self._close(connection)
             return
         self._watch(connection)
-
-
-def local_name(arena: Arena) -> str:
-    """Of the socket for clients on the arena's node, in the abstract namespace: nothing is left of it afterwards."""
-    return f"asyncflow-dock-{arena.token[:16].hex()}"
-
-
-def _hello(member: Member, arena: Arena) -> dict:
-    schema = member.node.schema
-    return {
-        "columns": column_table(schema),
-        "tasks": [[t.name, list(t.columns)] for t in schema.tasks.values()],
-        "pair": member.node.pair,
-        "addresses": member.peers.addresses,
-        "forgotten": member.peers.forgotten,
-        "local": local_name(arena),
-        "arena_path": arena.path,
-        "arena_bytes": len(arena.bytes),
-        "arena_token": np.frombuffer(arena.token, np.uint8),
-    }

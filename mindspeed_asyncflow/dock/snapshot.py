@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from mindspeed_asyncflow.dock import kinds
 from mindspeed_asyncflow.dock.columns import ColumnSpec, Schema
 from mindspeed_asyncflow.dock.ragged import Ragged
 from mindspeed_asyncflow.dock.table import NO_VERSION
-from mindspeed_asyncflow.errors import DockError
+from mindspeed_asyncflow.errors import AsyncFlowError, DockError
 
 if TYPE_CHECKING:
     from mindspeed_asyncflow.dock.client import DockClient
@@ -78,7 +78,7 @@ def load(dock: DockClient, folder: str | os.PathLike[str], timeout_s: float) -> 
         raise DockError(f"partitions {sorted(there)} are in this dock already; restore into an empty one")
     for _, path in files:
         _check(path)
-    with frozen(dock, timeout_s):
+    with frozen(dock, timeout_s), _closing_on_failure(dock, manifest["partitions"]):
         for name, read in manifest["tasks"].items():
             dock.add_task(name, read)
         for partition, path in files:
@@ -88,6 +88,18 @@ def load(dock: DockClient, folder: str | os.PathLike[str], timeout_s: float) -> 
             if about["sealed"]:
                 dock.seal(partition)
     return manifest
+
+
+@contextlib.contextmanager
+def _closing_on_failure(dock: DockClient, partitions: Iterable[str]) -> Iterator[None]:
+    """What was restored of a snapshot that cannot be restored wholly goes again."""
+    try:
+        yield
+    except BaseException:
+        for name in set(dock.stats()["partitions"]) & set(partitions):
+            with contextlib.suppress(AsyncFlowError):
+                dock.close_partition(name)
+        raise
 
 
 def _check(path: Path) -> None:

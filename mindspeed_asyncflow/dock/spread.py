@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from mindspeed_asyncflow.dock import arguments
 from mindspeed_asyncflow.dock.fleet import Fleet
 from mindspeed_asyncflow.dock.gather import join_claims, unit_count
 from mindspeed_asyncflow.dock.homes import named_home
@@ -74,6 +75,8 @@ class SpreadClaims(Fleet):
 
     def _gather(self, task: str, count: int, at_least: int, patience_s: float, ask: dict[str, Any]) -> Claim:
         """Grants of several pairs under one claim id, until `at_least` units are there; else all are given back."""
+        count = arguments.whole("count", count, 1)
+        at_least = arguments.whole("at_least", at_least, 1, count)
         deadline = time.monotonic() + patience_s
         claim_id = SPREAD_CLAIM | secrets.randbits(61)
         parts: list[Claim] = []
@@ -104,6 +107,7 @@ class SpreadClaims(Fleet):
 
     def _end(self, claim_id: int, end: Callable[[PairClient], None]) -> None:
         """Ends a claim at every pair that knows it."""
+        claim_id = arguments.whole("claim_id", claim_id)
         if not claim_id & SPREAD_CLAIM:
             end(self._pair(claim_id >> PAIR_SHIFT))
             return
