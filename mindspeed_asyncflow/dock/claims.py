@@ -83,10 +83,6 @@ class Claims(Waking):
             return None
         queue = part.queues[request.task]
         rows = part.as_rows(request, policy)
-        if request.peek:
-            ready = queue.ready_units(not rows)
-            over = not ready and self._is_tail(part, queue, request)
-            return part.grant(0, _NOTHING, [], over, ready) if over or ready >= request.at_least else None
         slots = self._choose(part, queue, request, not rows, now)
         over = not len(slots) and self._is_tail(part, queue, request)
         if over and request.hold_end and not request.dropped:

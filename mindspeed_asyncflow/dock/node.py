@@ -359,7 +359,7 @@ class DockNode(ControlVerbs):
         request = ClaimRequest(
             ask.task, ask.partition, ask.count, ask.worker, now + ask.timeout_s, message["key"], ask.unit, ask.policy,
             None if group_ids is None else group_ids.tolist(), ask.min_version, ask.at_least, ask.max_age_s, ask.seed,
-            False, ask.team, ask.rank, ask.ranks, ask.split, ask.claim_id, message.get("hold_end") is True,
+            ask.team, ask.rank, ask.ranks, ask.split, ask.claim_id, message.get("hold_end") is True,
         )  # fmt: skip
         grant = self.controller.claim(request, now)
         if grant is not None:

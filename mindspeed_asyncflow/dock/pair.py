@@ -3,7 +3,7 @@
 On the server's node the client maps the arena: values are copied in once by the writer and read as views. Elsewhere
 (or with `map_arena=False`) the same verbs carry the bytes behind their frames.
 
-    put_groups -> claim -> read -> write -> done -> free          release, drop, seal, close_partition, stats, ...
+    put -> claim -> read -> write -> done -> free          release, drop, seal, close_partition, stats, ...
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import numpy as np
 
 from mindspeed_asyncflow.dock import arguments
 from mindspeed_asyncflow.dock.calls import Calls
-from mindspeed_asyncflow.dock.columns import Ragged
 from mindspeed_asyncflow.dock.describe import as_text
 from mindspeed_asyncflow.dock.table import pair_numbers
 from mindspeed_asyncflow.dock.wire import Message, Verb
 from mindspeed_asyncflow.errors import DockError
-from mindspeed_asyncflow.records import PromptRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +56,13 @@ class PairClient(Calls):
 
     # -- rows come and go ------------------------------------------------------------------------------------------
 
-    def put_groups(
-        self, partition: str, groups: Sequence[Sequence[PromptRow]], timeout_s: float | None = None
-    ) -> list[np.ndarray]:
-        """Adds prompt groups; returns the row handles int64 [rows] of each group, in the order given.
-
-        The columns `prompt_ids` and `truth` are stored once per group, from its first row. Waits while the arena is
-        full. Further members of a group may be put later, while the group has any rows.
-        """
-        if not groups:
-            return []
-        firsts = [group[0] for group in groups]
-        values = {
-            "prompt_ids": [row.prompt_ids for row in firsts],
-            "truth": Ragged.from_text(row.truth for row in firsts),
-        }
-        counts = [len(group) for group in groups]
-        members = [row.member for group in groups for row in group]
-        ids = [row.group_id for row in firsts]
-        return self.put(partition, ids, [row.group_size for row in firsts], counts, members, values, timeout_s)
-
     def put(
         self, partition: str, group_ids: Sequence[int] | np.ndarray | None = None,
         sizes: Sequence[int] | np.ndarray | None = None, counts: Sequence[int] | np.ndarray | None = None,
         members: Sequence[int] | np.ndarray | None = None, values: Mapping[str, Any] | None = None,
         timeout_s: float | None = None, versions: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> list[np.ndarray]:  # fmt: skip
-        """As `put_groups`, for any columns: shared ones have one row per group, others one per row.
+        """Adds rows; returns the row handles int64 [rows] of each group. Shared columns have one row per group.
 
         Without `group_ids` each row is a group of its own, whose negative id the pair chooses, and all handles come
         back in one array [rows]. Defaults: one row per group, `sizes` are the counts, `members` count from 0 in each

@@ -38,7 +38,6 @@ class ClaimRequest:
     at_least: int = 1
     max_age_s: float | None = None  # since the put; older rows are dropped as "stale"
     seed: int = 0  # of the policy "random"
-    peek: bool = False  # takes nothing: answered, after all others, with the number of ready units
     team: str = ""  # consumers that claim together, round by round (see `teams`)
     rank: int = 0
     ranks: int = 1

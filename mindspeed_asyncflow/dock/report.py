@@ -64,7 +64,7 @@ def stats(control: Controller) -> dict:
     """
     waiting = [
         {"task": r.task, "partition": r.partition, "worker": r.worker, "at_least": r.at_least, "unit": r.unit,
-         "waited_s": control.now - r.started, "team": r.team, "watch": r.peek}
+         "waited_s": control.now - r.started, "team": r.team}
         for r in control.waiting
     ]  # fmt: skip
     partitions = {

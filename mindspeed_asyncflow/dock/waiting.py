@@ -21,7 +21,6 @@ class Bucket(dict[int, ClaimRequest]):
     def __init__(self, example: ClaimRequest) -> None:
         super().__init__()
         self.rows = example.unit == "rows"
-        self.peek = example.peek
         self.needs = example.needs
 
     @property
@@ -75,9 +74,9 @@ class Waiting:
         return list(self._queues.get(queue, {}).values())
 
     def of_queue(self, queue: QueueKey) -> list[ClaimRequest]:
-        """All that wait for a queue: oldest first, then those that only watch."""
+        """All that wait for a queue, oldest first."""
         found = [item for bucket in self._queues.get(queue, {}).values() for item in bucket.items()]
-        return [request for _, request in sorted(found, key=lambda item: (item[1].peek, item[0]))]
+        return [request for _, request in sorted(found, key=lambda item: item[0])]
 
     def run_out(self, now: float) -> list[ClaimRequest]:
         """Takes out the requests whose deadline has come."""
@@ -100,4 +99,4 @@ class Waiting:
 def _bucket_name(r: ClaimRequest) -> tuple:
     listed = None if r.group_ids is None else tuple(r.group_ids)
     team = (r.team, r.ranks, r.split, r.count) if r.team else None
-    return r.unit, r.at_least, r.policy, r.min_version, r.max_age_s, r.peek, listed, team
+    return r.unit, r.at_least, r.policy, r.min_version, r.max_age_s, listed, team

@@ -83,12 +83,12 @@ class Waking(ABC):
                     self._serve(buckets, queue, part.groups.singles, now)
 
     def _serve(self, buckets: list[Bucket], queue: TaskQueue, singles: bool, now: float) -> None:
-        """While rows are ready: the oldest request that they are enough for; then those that only watch."""
+        """While rows are ready: the oldest request that they are enough for."""
         stuck: set[int] = set()  # buckets of which the oldest got nothing
         while queue.counts[READY]:
             able = [
                 bucket for bucket in buckets
-                if bucket and not bucket.peek and id(bucket) not in stuck
+                if bucket and id(bucket) not in stuck
                 and queue.ready_units(not (bucket.rows or singles)) >= bucket.needs
             ]  # fmt: skip
             if not able:
@@ -96,9 +96,6 @@ class Waking(ABC):
             bucket = min(able, key=lambda b: b.oldest)
             if not self._retry(bucket[bucket.oldest], now):
                 stuck.add(id(bucket))
-        for bucket in buckets:
-            while bucket.peek and bucket and self._retry(bucket[bucket.oldest], now):
-                pass
 
     def _serve_end(self, key: QueueKey, queue: TaskQueue, now: float) -> None:
         """Only claimed rows can become ready again: who holds all of these itself waits no more."""

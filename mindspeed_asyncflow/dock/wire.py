@@ -53,7 +53,6 @@ class Verb(IntEnum):
     CLOSE = 15
     FINISH = 16
     CHECK = 17
-    WATCH = 18
     JOIN = 19
     MIRROR = 20
     LOST = 21

@@ -86,29 +86,6 @@ def test_the_oldest_waiter_that_can_be_served_comes_first_whatever_it_asks_for(b
     assert bench.outcomes()[rows].rows.tolist() == more.ravel().tolist()
 
 
-def test_a_watch_takes_nothing_and_is_served_after_the_others(bench):
-    watch, grant = bench.ask("first", 1, wait_s=9.0, peek=True)
-    assert grant is None
-    bench.ask("first", 2, wait_s=9.0)
-    bench.put([1], size=2)
-    assert watch not in bench.outcomes(), "the rows went to those who want them"
-    bench.put([2], size=3)
-    seen = bench.outcomes()[watch]
-    assert (seen.claim_id, len(seen.rows), seen.ready, seen.sealed) == (0, 0, 3, False)
-    assert bench.claim("first", 1, peek=True, unit="groups").ready == 1
-    assert bench.counts("first") == [0, 3, 2, 0]
-
-
-def test_a_watch_ends_with_the_stream(bench):
-    bench.put([1], size=1)
-    grant = bench.claim("first", 1)
-    watch, _ = bench.ask("first", 1, wait_s=9.0, peek=True, worker="peer")
-    bench.control.seal("p", bench.now)
-    assert watch not in bench.outcomes()
-    bench.done(grant)
-    assert bench.outcomes()[watch].sealed
-
-
 # -- freezing ----------------------------------------------------------------------------------------------------------
 
 
