@@ -51,7 +51,7 @@ class Channel:
         except BlockingIOError:
             self._socket.close()
             raise Broken(f"it accepts the connection and says nothing for {greeting_s:g} s") from None
-        except BaseException as error:
+        except BaseException as error:  # boundary: a socket that was opened is closed, whatever went wrong
             self._socket.close()
             if isinstance(error, OSError):
                 raise Broken(str(error)) from error

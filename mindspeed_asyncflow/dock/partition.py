@@ -10,12 +10,10 @@ import numpy as np
 from mindspeed_asyncflow.dock.policies import Policy, pick
 from mindspeed_asyncflow.dock.queue import TaskQueue
 from mindspeed_asyncflow.dock.table import (
-    GENERATION_BITS,
     NO_VERSION,
-    NUMBER_SHIFT,
-    PARTITION_BITS,
     GroupTable,
     RowTable,
+    pack_handles,
 )
 
 Dropped = tuple[int, np.ndarray, str]  # group id, row handles, reason
@@ -89,10 +87,9 @@ class Partition:
         self.queues = {task: TaskQueue(self.rows, self.groups) for task in tasks}
         self.sealed = False
         self.closing = False  # goes with its last row
-        self._prefix = (pair << PARTITION_BITS | number) << NUMBER_SHIFT
 
     def handles(self, slots: np.ndarray) -> np.ndarray:
-        return (slots << GENERATION_BITS) + (self.rows.generation[slots] + self._prefix)
+        return pack_handles(self.pair, self.number, slots, self.rows.generation[slots])
 
     def members(self, groups: np.ndarray) -> np.ndarray:
         """Row slots of `groups` (slots, at least one) without those that are on their way out."""

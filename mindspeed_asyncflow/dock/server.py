@@ -69,7 +69,7 @@ class DockServer:
             self._member = Member(
                 schema, self._arena, lease_s, pair, max_rows, self._secret, self, time.monotonic(), restart
             )
-        except BaseException:
+        except BaseException:  # boundary: what was opened is closed, and the error goes on
             self._listener.close()
             self._local_listener.close()
             self._poll.close()
@@ -146,7 +146,7 @@ class DockServer:
         try:
             while not self._stop:
                 self._turn()
-        except BaseException as error:
+        except BaseException as error:  # boundary: the thread ends, and says why in `failure`
             self.failure = error
             raise
         finally:  # whatever happened, nobody must wait for an answer that cannot come

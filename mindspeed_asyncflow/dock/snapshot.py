@@ -95,7 +95,7 @@ def _closing_on_failure(dock: DockClient, partitions: Iterable[str]) -> Iterator
     """What was restored of a snapshot that cannot be restored wholly goes again."""
     try:
         yield
-    except BaseException:
+    except BaseException:  # boundary: nobody stays frozen, and the error goes on
         for name in set(dock.stats()["partitions"]) & set(partitions):
             with contextlib.suppress(AsyncFlowError):
                 dock.close_partition(name)
@@ -121,7 +121,7 @@ def frozen(dock: DockClient, timeout_s: float) -> Iterator[None]:
         for pair in pairs:
             pair.freeze(timeout_s)
         yield
-    except BaseException:
+    except BaseException:  # boundary: half a snapshot does not stay, and the error goes on
         for pair in pairs:
             with contextlib.suppress(DockError):
                 pair.thaw()

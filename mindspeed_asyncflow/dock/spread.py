@@ -94,15 +94,13 @@ class SpreadClaims(Fleet):
                 if wanted is not None:
                     taken = set(got.group_ids.tolist())
                     ask["group_ids"] = [g for g in ask["group_ids"] if g not in taken]
-        except DeadlineExceeded as late:
+        except BaseException as error:  # boundary: however the gathering ends, nothing stays held by it
             if have:
                 with contextlib.suppress(AsyncFlowError):  # what cannot be given back now is offered again by its lease
                     self._end(claim_id, lambda pair: pair.release(claim_id))
-            raise DeadlineExceeded(f"{late}; {have} of at least {at_least} were there and are given back") from None
-        except BaseException:
-            if have:
-                with contextlib.suppress(AsyncFlowError):  # what cannot be given back now is offered again by its lease
-                    self._end(claim_id, lambda pair: pair.release(claim_id))
+            if isinstance(error, DeadlineExceeded):
+                words = f"{error}; {have} of at least {at_least} were there and are given back"
+                raise DeadlineExceeded(words) from None
             raise
 
     def _end(self, claim_id: int, end: Callable[[PairClient], None]) -> None:

@@ -27,13 +27,6 @@ def pack_handles(pair: int, partition: int, slots: np.ndarray, generations: np.n
     return (slots << GENERATION_BITS) + generations + ((pair << PARTITION_BITS | partition) << NUMBER_SHIFT)
 
 
-def unpack_handles(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Pairs, partition numbers, slots, generations; int64 [n] each."""
-    numbers = rows >> NUMBER_SHIFT
-    slots = (rows >> GENERATION_BITS) & (MAX_SLOTS - 1)
-    return numbers >> PARTITION_BITS, numbers & ((1 << PARTITION_BITS) - 1), slots, rows & LAST_GENERATION
-
-
 def pair_numbers(rows: np.ndarray) -> np.ndarray:
     """The pair of each handle; int64 [n]."""
     return rows >> (PARTITION_BITS + NUMBER_SHIFT)

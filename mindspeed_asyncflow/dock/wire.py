@@ -200,9 +200,6 @@ class Message(dict):
     def optional_whole(self, name: str) -> int | None:
         return None if self.get(name) is None else self.whole(name)
 
-    def optional_real(self, name: str) -> float | None:
-        return None if self.get(name) is None else self.real(name)
-
     def optional_ints(self, name: str, dtype: str = "int64") -> np.ndarray | None:
         return None if self.get(name) is None else self.ints(name, dtype)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from mindspeed_asyncflow.dock import table
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, ColumnSpec, Schema, TaskSpec, grpo_tasks
 from mindspeed_asyncflow.dock.controller import Controller
@@ -207,3 +208,15 @@ def docks() -> Iterator[Callable[..., Dock]]:
     yield make
     for dock in made:
         dock.close()
+
+
+def unpack_handles(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Pairs, partition numbers, slots, generations; int64 [n] each."""
+    numbers = rows >> table.NUMBER_SHIFT
+    slots = (rows >> table.GENERATION_BITS) & (table.MAX_SLOTS - 1)
+    return (
+        numbers >> table.PARTITION_BITS,
+        numbers & ((1 << table.PARTITION_BITS) - 1),
+        slots,
+        rows & table.LAST_GENERATION,
+    )

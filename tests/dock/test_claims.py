@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from mindspeed_asyncflow.dock.columns import TaskSpec
-from mindspeed_asyncflow.dock.table import unpack_handles
 from mindspeed_asyncflow.errors import ClaimLost, DeadlineExceeded, DockError, StaleHandle
+from tests.dock.conftest import unpack_handles
 
 # -- what a claim gets -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ import pytest
 
 from mindspeed_asyncflow.dock.lines import ArrivalLine, KeyLine
 from mindspeed_asyncflow.dock.slots import Pool
-from mindspeed_asyncflow.dock.table import MAX_SLOTS, pack_handles, spans, unpack_handles
+from mindspeed_asyncflow.dock.table import MAX_SLOTS, pack_handles, spans
+from tests.dock.conftest import unpack_handles
 
 
 @pytest.mark.parametrize("seed", range(4))
