@@ -1,0 +1,99 @@
+"""What ranks send each other in one step of a plan: boxes, packed into flat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mindspeed_asyncflow.reshard.boxes import Box
+from mindspeed_asyncflow.reshard.places import Piece
+
+if TYPE_CHECKING:
+    import torch
+
+    from mindspeed_asyncflow.reshard.plan import Move
+
+
+@dataclass(slots=True)
+class Message:
+    """All boxes that travel between this rank and one peer in one step."""
+
+    peer: int
+    incoming: bool
+    boxes: list[tuple[Box, list[Piece]]]  # in the order in which they are packed
+    tensor: torch.Tensor | None = None  # flat, in the type of the target: staging, or the tensors themselves
+    direct: bool = False  # `tensor` is the tensors themselves
+
+    @property
+    def elements(self) -> int:
+        return sum(box.size for box, _ in self.boxes)
+
+    def raw(self) -> torch.Tensor:
+        """`tensor` as bytes."""
+        import torch
+
+        assert self.tensor is not None
+        return self.tensor.view(torch.uint8)
+
+    def said(self, nbytes: int) -> str:
+        return f"{nbytes} bytes {'from' if self.incoming else 'to'} rank {self.peer}"
+
+    def parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(part of the message, view of a local tensor) of every piece."""
+        assert self.tensor is not None
+        start = 0
+        for box, pieces in self.boxes:
+            matrix = self.tensor[start : start + box.size].view(box.rows, box.cols)
+            start += box.size
+            for piece in pieces:
+                part = piece.box.moved(-box.r0, -box.c0)
+                yield matrix[part.r0 : part.r1, part.c0 : part.c1], piece.view
+
+
+@dataclass(slots=True)
+class Copy:
+    """A box that stays on this rank: pieces that together are the box, and all places that want it."""
+
+    box: Box
+    sources: list[Piece]
+    targets: list[Piece]
+
+
+@dataclass(slots=True)
+class ResolvedStep:
+    messages: list[Message] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+
+
+def by_peer(moves: Iterable[Move]) -> list[tuple[int, list[Move]]]:
+    """Moves of each peer in the given order, peers in ascending order."""
+    found: dict[int, list[Move]] = {}
+    for move in moves:
+        found.setdefault(move.peer, []).append(move)
+    return sorted(found.items())
+
+
+def pack(messages: Sequence[Message]) -> None:
+    """Local tensors -> outgoing messages, with the cast to their type."""
+    for message in messages:
+        if not message.incoming and not message.direct:
+            for part, view in message.parts():
+                part.copy_(view)
+
+
+def unpack(messages: Sequence[Message]) -> None:
+    """Incoming messages -> local tensors."""
+    for message in messages:
+        if message.incoming and not message.direct:
+            for part, view in message.parts():
+                view.copy_(part)
+
+
+def copy(copies: Sequence[Copy]) -> None:
+    for one in copies:
+        for source in one.sources:
+            for target in one.targets:
+                common = source.box.meet(target.box)
+                if common is not None:
+                    target.inside(common).copy_(source.inside(common))

@@ -1,0 +1,299 @@
+"""Runs a plan over a collective group: one packed message for each pair of ranks and step, point to point.
+
+    for each bucket, in the plan's order, the same on all ranks
+      for each step of it
+        pack     boxes for one peer, row-major, in the plan's order, cast to the type of the target   (staging)
+        send / receive, all of the step at once
+        copy     what stays on this rank, while messages travel                                     (no staging)
+        unpack   boxes into the target                                                              (staging)
+      after_bucket(i)
+
+A message whose boxes follow each other in memory, with the right type, is sent from or received into that memory and
+needs no staging. Staging of a step, sending and receiving together, is at most the plan's `bucket_bytes`; one buffer
+serves all steps.
+
+A rank whose own part fails (a shape, a hook) keeps answering its peers, without sense, and tells so at the end: then
+all ranks raise, none of them waits in vain, and the group can be used again. A peer that answers nothing ends the wait
+at its deadline, and gloo closes the connections of the one that gave up, so that the others learn it at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
+from mindspeed_asyncflow.reshard.boxes import Box
+from mindspeed_asyncflow.reshard.layout import Layout
+from mindspeed_asyncflow.reshard.messages import Copy, Message, ResolvedStep, by_peer, copy, pack, unpack
+from mindspeed_asyncflow.reshard.places import Piece, Places, one_run
+
+if TYPE_CHECKING:
+    import torch
+
+    from mindspeed_asyncflow.platforms.memory import DeviceMemory
+    from mindspeed_asyncflow.reshard.plan import Move, Plan, RankStep
+
+BUCKET = "bucket"  # kind of the staging buffer in the device accounting
+
+
+@dataclass(slots=True)
+class TransferReport:
+    """What one rank did. Bytes are elements times the itemsize of the target's type."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    copied_bytes: int = 0  # from this rank to itself
+    staging_bytes: int = 0  # size of the staging buffer
+    direct_bytes: int = 0  # sent and received without staging
+    messages: int = 0
+    seconds: float = 0.0
+
+
+def run(
+    plan: Plan,
+    rank: int,
+    source: Mapping[str, torch.Tensor],
+    target: Mapping[str, torch.Tensor],
+    *,
+    source_layout: Layout,
+    target_layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Any = None,
+    memory: DeviceMemory | None = None,
+    timeout_s: float = 120.0,
+    after_bucket: Callable[[int], None] | None = None,
+) -> TransferReport:
+    """Fill `target` from the `source` tensors of all ranks. Collective over `group` (None: all ranks).
+
+    `rank` is the plan's number of this process and its rank in `group`. `source` and `target` map the parameter names
+    of the two layouts to local tensors; a rank without a part in a layout hands over an empty mapping. `dtype` is what
+    travels and what every target tensor has; sources of another type are cast. `after_bucket(i)` is called on every
+    rank when it has done its part of bucket i. Each wait lasts at most `timeout_s` seconds.
+
+    Raises `WeightSyncError` on every rank if any rank failed, `DeadlineExceeded` when a peer did not answer; the target
+    is then half filled.
+    """
+    return _Run(plan, rank, dtype, device, group, timeout_s).run(
+        source, target, source_layout, target_layout, memory, after_bucket
+    )
+
+
+class _Run:
+    def __init__(
+        self, plan: Plan, rank: int, dtype: torch.dtype, device: torch.device, group: Any, timeout_s: float
+    ) -> None:
+        self._plan, self._rank, self._dtype, self._device = plan, rank, dtype, device
+        self._group, self._timeout_s = group, timeout_s
+        self._failed: Exception | None = None  # the first failure of this rank's own part
+        self._report = TransferReport()
+
+    def run(
+        self,
+        source: Mapping[str, torch.Tensor],
+        target: Mapping[str, torch.Tensor],
+        source_layout: Layout,
+        target_layout: Layout,
+        memory: DeviceMemory | None,
+        after_bucket: Callable[[int], None] | None,
+    ) -> TransferReport:
+        began = time.monotonic()
+        buckets: list[list[ResolvedStep]] = []
+        staging = None
+        try:
+            self._check_dtypes(target)
+            places = self._places(source, target, source_layout, target_layout)
+            mine = self._plan.for_rank(self._rank)
+            buckets = [[self._resolve(step, *places) for step in bucket.stage_steps] for bucket in mine]
+            staging = self._staging(buckets, memory)
+        except Exception as error:  # boundary: the other ranks are told, then it is raised
+            self._failed = error
+        try:
+            self._agree("before the first bucket")
+            for index, steps in enumerate(buckets):
+                for number, step in enumerate(steps):
+                    self._do(step, staging, f"bucket {index}, step {number}")
+                if after_bucket is not None:
+                    self._own_part(partial(after_bucket, index))
+            self._agree("after the last bucket")
+        finally:
+            if memory is not None:
+                memory.forget(BUCKET)
+        self._report.seconds = time.monotonic() - began
+        return self._report
+
+    # ---- what has to be done -----------------------------------------------------------------------------------------
+
+    def _check_dtypes(self, target: Mapping[str, torch.Tensor]) -> None:
+        if self._dtype.itemsize != self._plan.itemsize:
+            raise WeightSyncError(
+                f"the plan counts {self._plan.itemsize} bytes an element, {self._dtype} has {self._dtype.itemsize}"
+            )
+        for name, tensor in target.items():
+            if tensor.dtype != self._dtype:
+                raise WeightSyncError(f"target {name!r} is {tensor.dtype}, but the peers expect {self._dtype}")
+
+    def _places(
+        self,
+        source: Mapping[str, torch.Tensor],
+        target: Mapping[str, torch.Tensor],
+        source_layout: Layout,
+        target_layout: Layout,
+    ) -> tuple[Places, Places]:
+        here, there = self._rank, self._rank - self._plan.target_first
+        mine = source_layout.ranks[here] if here < source_layout.world_size else ()
+        theirs = target_layout.ranks[there] if 0 <= there < target_layout.world_size else ()
+        return (
+            Places(mine, source, f"rank {self._rank}, source"),
+            Places(theirs, target, f"rank {self._rank}, target"),
+        )
+
+    def _resolve(self, step: RankStep, source: Places, target: Places) -> ResolvedStep:
+        def read(move: Move) -> list[Piece]:
+            # a box that came in an earlier step and is passed on lies in the target only
+            found = source.read(move.name, move.box) or target.read(move.name, move.box)
+            if found is None:
+                raise WeightSyncError(f"rank {self._rank} should send {move.name!r}, {move.box}, and does not hold it")
+            return found
+
+        resolved = ResolvedStep()
+        for peer, moves in by_peer(step.sends):
+            resolved.messages.append(Message(peer, False, [(m.box, read(m)) for m in moves]))
+        for peer, moves in by_peer(step.receives):
+            resolved.messages.append(Message(peer, True, [(m.box, target.write(m.name, m.box)) for m in moves]))
+        for move in step.copies:
+            resolved.copies.append(Copy(move.box, read(move), target.write(move.name, move.box)))
+        for message in resolved.messages:
+            if all(len(pieces) == 1 for _, pieces in message.boxes):
+                message.tensor = one_run([pieces[0] for _, pieces in message.boxes], self._dtype)
+                message.direct = message.tensor is not None
+        return resolved
+
+    def _staging(self, buckets: Sequence[Sequence[ResolvedStep]], memory: DeviceMemory | None) -> torch.Tensor | None:
+        """One buffer of bytes for the step that needs most; messages are given their parts of it when they start."""
+        import torch
+
+        most = 0
+        for index, steps in enumerate(buckets):
+            for step in steps:
+                payload = sum(m.elements * self._dtype.itemsize for m in step.messages if not m.direct)
+                if payload > self._plan.bucket_bytes:
+                    raise WeightSyncError(
+                        f"rank {self._rank}, bucket {index}: {payload} bytes to pack, but a bucket has "
+                        f"{self._plan.bucket_bytes}"
+                    )
+                most = max(most, payload)
+        self._report.staging_bytes = most
+        if not most:
+            return None
+        return memory.empty(BUCKET, most) if memory else torch.empty(most, dtype=torch.uint8, device=self._device)
+
+    def _nbytes(self, message: Message) -> int:
+        return message.elements * self._dtype.itemsize
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
+
+    def _do(self, step: ResolvedStep, staging: torch.Tensor | None, where: str) -> None:
+        offset = 0
+        for message in step.messages:
+            if not message.direct:
+                assert staging is not None
+                nbytes = self._nbytes(message)
+                message.tensor = staging[offset : offset + nbytes].view(self._dtype)
+                offset += nbytes
+        self._own_part(lambda: pack(step.messages))
+        works = self._start(step.messages)
+        self._own_part(lambda: copy(step.copies))
+        self._wait(works, step.messages, where)
+        self._own_part(lambda: unpack(step.messages))
+        for message in step.messages:
+            nbytes = self._nbytes(message)
+            if message.incoming:
+                self._report.received_bytes += nbytes
+            else:
+                self._report.sent_bytes += nbytes
+            self._report.direct_bytes += nbytes if message.direct else 0
+            message.tensor = None
+        self._report.messages += len(step.messages)
+        self._report.copied_bytes += sum(c.box.size for c in step.copies) * self._dtype.itemsize
+
+    def _start(self, messages: Sequence[Message]) -> list[Any]:
+        import torch.distributed as dist
+
+        if not messages:
+            return []
+        operations = [
+            # bytes: every backend carries them, whatever types it knows
+            dist.P2POp(dist.irecv if m.incoming else dist.isend, m.raw(), self._global(m.peer), self._group)
+            for m in messages
+        ]
+        return dist.batch_isend_irecv(operations)
+
+    def _global(self, rank: int) -> int:
+        import torch.distributed as dist
+
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
+
+    def _wait(self, works: Sequence[Any], messages: Sequence[Message], where: str) -> None:
+        one_each = len(works) == len(messages)  # some backends answer with one handle for the whole batch
+        for i, work in enumerate(works):
+            meant = [messages[i]] if one_each else messages
+            self._await(work, f"{where}: {', '.join(m.said(self._nbytes(m)) for m in meant)}")
+
+    def _await(self, work: Any, what: str) -> None:
+        began = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:  # torch knows no finer type for a peer that is gone or silent
+            waited = time.monotonic() - began
+            if waited >= 0.9 * self._timeout_s:
+                raise DeadlineExceeded(f"rank {self._rank} waited {waited:.0f} s for {what}") from error
+            raise WeightSyncError(f"rank {self._rank} lost its peer, {what}: {error}") from error
+
+    # ---- failing together --------------------------------------------------------------------------------------------
+
+    def _own_part(self, action: Callable[[], object]) -> None:
+        if self._failed is not None:
+            return
+        try:
+            action()
+        except Exception as error:  # boundary: peers wait for messages; it is raised when all ranks have agreed
+            self._failed = error
+
+    def _agree(self, when: str) -> None:
+        """All ranks raise if one of them failed. Collective."""
+        import torch
+        import torch.distributed as dist
+
+        # the lowest failed rank; the last rank plus one: none
+        lowest = torch.tensor([self._rank if self._failed else dist.get_world_size(self._group)], dtype=torch.int32)
+        lowest = lowest.to(self._device)
+        work = dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        self._await(work, f"all ranks of the group to say that they are well, {when}")
+        if self._failed is not None:
+            raise WeightSyncError(f"rank {self._rank} failed {when}: {self._failed}") from self._failed
+        if int(lowest) < dist.get_world_size(self._group):
+            raise WeightSyncError(f"rank {int(lowest)} failed {when}; its own message says why")
+
+
+def last_use(plan: Plan, rank: int, source_layout: Layout) -> dict[str, int]:
+    """For each source parameter of `rank` the last bucket that reads it, -1 where none does: after that bucket its
+    storage may leave the device."""
+    params = source_layout.ranks[rank] if rank < source_layout.world_size else ()
+    last = {param.name: -1 for param in params}
+    holders: dict[str, list[tuple[Box, str]]] = {}
+    for param in params:
+        for segment in param.segments:
+            holders.setdefault(segment.name, []).append((segment.box, param.name))
+    for index, bucket in enumerate(plan.for_rank(rank)):
+        for step in bucket.stage_steps:
+            for move in (*step.sends, *step.copies):
+                for box, name in holders.get(move.name, ()):
+                    if box.meet(move.box) is not None:
+                        last[name] = index
+    return last
