@@ -75,6 +75,11 @@ class TrainerConfig(Section):
     tensor_parallel: int = Field(1, ge=1, description="TP size.")
     pipeline_parallel: int = Field(1, ge=1, description="PP size.")
     virtual_pipeline: int | None = Field(None, ge=2, description="Virtual stages per pipeline rank.")
+    pipeline_layers: list[int] | None = Field(
+        None,
+        description="Layers of each pipeline stage, where they shall not be equal; with virtual stages first those of "
+        "virtual stage 0 over all ranks, then of 1, and so on.",
+    )
     data_parallel: int = Field(1, ge=1, description="DP size.")
     context_parallel: int = Field(1, ge=1, description="CP size (Ulysses).")
     expert_parallel: int = Field(1, ge=1, description="EP size (MoE models).")

@@ -23,7 +23,7 @@ from mindspeed_asyncflow.records import (
 
 
 class TrainEngine(Protocol):
-    """One rank of a trainer. Every method is collective: all ranks call it in the same order."""
+    """One rank of a trainer. Every method is collective, if not said otherwise: all ranks call it in the same order."""
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Add the gradient of the loss *sums* of `micro_batches` to the accumulated gradient.
@@ -62,6 +62,22 @@ class TrainEngine(Protocol):
 
     def save_hf(self, folder: str) -> None:
         """Write a Hugging Face folder that `transformers` loads (weights; rank 0 copies config and tokenizer)."""
+        ...
+
+    def shards(self) -> dict[str, Any]:
+        """This rank's own parameters, torch tensors by their `LocalParam.name` in `layout`. No copy, not collective."""
+        ...
+
+    @property
+    def layout(self) -> Any:
+        """`reshard.layout.Layout` of all trainer ranks. Not collective."""
+        ...
+
+    def train_state(self) -> dict[str, list[Any]]:
+        """All torch tensors that must leave the device while it generates: "train weights", "gradients", "optimizer".
+
+        One tensor for each storage. Not collective; ask again after a step, since moments appear at the first one.
+        """
         ...
 
     def close(self) -> None: ...
@@ -122,13 +138,22 @@ class RolloutEngine(Protocol):
 
     def reset_prefix_cache(self) -> None: ...
 
-    def sleep(self, level: int = 1) -> None: ...
+    def sleep(self, level: int = 1) -> None:
+        """1: drop the caches; 2: drop the weights too."""
+        ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """End the sleep. After level 2 the engine is DIRTY until a complete update."""
+        ...
 
     @property
     def version(self) -> int:
         """Policy version of the weights that are served now."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the version that is served now."""
         ...
 
     @property

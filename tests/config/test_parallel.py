@@ -2,11 +2,12 @@
 
 import pytest
 
-from mindspeed_asyncflow.config.parallel import check_parallel, nearest_divisors
+from mindspeed_asyncflow.config.parallel import balanced_split, check_parallel, nearest_divisors
 from mindspeed_asyncflow.config.schema import TrainerConfig
 from mindspeed_asyncflow.errors import ConfigError
 
 DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96, "num_hidden_layers": 6}
+SIX_KV = {**DENSE, "num_attention_heads": 12, "num_key_value_heads": 6}
 SPARSE = {**DENSE, "num_experts": 8, "moe_intermediate_size": 48}
 
 
@@ -15,7 +16,10 @@ SPARSE = {**DENSE, "num_experts": 8, "moe_intermediate_size": 48}
     [
         (DENSE, {}),
         (DENSE, {"tensor_parallel": 4, "sequence_parallel": True, "pipeline_parallel": 3, "virtual_pipeline": 2}),
+        (DENSE, {"tensor_parallel": 8}),  # two ranks for each key/value head
         (DENSE, {"tensor_parallel": 2, "context_parallel": 4}),
+        (DENSE, {"pipeline_parallel": 4, "pipeline_layers": [2, 1, 1, 2]}),
+        (DENSE, {"pipeline_parallel": 2, "virtual_pipeline": 2, "pipeline_layers": [1, 2, 2, 1]}),
         (SPARSE, {"data_parallel": 2, "context_parallel": 2, "expert_parallel": 4}),
     ],
 )
@@ -27,10 +31,20 @@ def test_legal_sizes_pass(model, sizes):
     ("model", "sizes", "message"),
     [
         (DENSE, {"tensor_parallel": 3}, r"tensor_parallel=3 .*attention heads \(8\); nearest legal: 2 or 4"),
-        (DENSE, {"tensor_parallel": 8}, r"tensor_parallel=8 .*key/value heads \(4\); nearest legal: 4"),
+        (SIX_KV, {"tensor_parallel": 4}, r"tensor_parallel=4 .*key/value heads \(6\); nearest legal: 3 or 6"),
         (DENSE, {"context_parallel": 3}, r"context_parallel=3 .*; nearest legal: 2 or 4"),
         (DENSE, {"pipeline_parallel": 4}, r"pipeline_parallel=4 .*layers \(6\); nearest legal: 3 or 6"),
         (DENSE, {"pipeline_parallel": 2, "virtual_pipeline": 2}, r"virtual_pipeline=2 .*\(3\); nearest legal: 1 or 3"),
+        (DENSE, {"pipeline_parallel": 2, "virtual_pipeline": 2}, r"trainer\.pipeline_layers=\[2, 2, 1, 1\]"),
+        (DENSE, {"pipeline_parallel": 7}, r"nearest legal: 6$"),
+        (DENSE, {"pipeline_layers": [6]}, "pipeline_parallel >= 2"),
+        (
+            DENSE,
+            {"pipeline_parallel": 2, "pipeline_layers": [4, 3]},
+            r"2 stages .* 6 layers in all; balanced: \[3, 3\]",
+        ),
+        (DENSE, {"pipeline_parallel": 2, "pipeline_layers": [6, 0]}, "at least one layer each"),
+        (DENSE, {"pipeline_parallel": 2, "virtual_pipeline": 2, "pipeline_layers": [3, 3]}, "2 x virtual_pipeline=2"),
         (DENSE, {"virtual_pipeline": 2}, "pipeline_parallel >= 2"),
         (DENSE, {"sequence_parallel": True}, "tensor_parallel >= 2"),
         (DENSE, {"expert_parallel": 2, "data_parallel": 2}, "no experts"),
@@ -47,3 +61,16 @@ def test_illegal_sizes_name_the_nearest_legal_ones(model, sizes, message):
 def test_nearest_divisors_from_both_sides():
     assert nearest_divisors(12, 5) == [4, 6]
     assert nearest_divisors(12, 12) == [12]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "split"), [(7, 2, [4, 3]), (30, 4, [8, 8, 7, 7]), (48, 2, [24, 24]), (3, 3, [1, 1, 1])]
+)
+def test_layers_that_do_not_divide_are_refused_with_the_balanced_split(layers, stages, split):
+    """B73: 30 layers over 4 stages are refused, or split explicitly; never floored."""
+    assert balanced_split(layers, stages) == split
+    model = {**DENSE, "num_hidden_layers": layers}
+    if layers % stages:
+        with pytest.raises(ConfigError, match=str(split).replace("[", r"\[")):
+            check_parallel(model, TrainerConfig(pipeline_parallel=stages))
+    check_parallel(model, TrainerConfig(pipeline_parallel=stages, pipeline_layers=split))

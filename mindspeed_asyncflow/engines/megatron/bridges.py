@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,17 @@ def transformer_settings(trainer: TrainerConfig, platform: Platform) -> dict[str
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if trainer.virtual_pipeline:
         settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if trainer.pipeline_layers is not None:
+        settings["pipeline_model_parallel_layout"] = stage_contents(trainer.pipeline_layers)
     return settings | platform.transformer_overrides()
+
+
+def stage_contents(layers: Sequence[int]) -> list[list[str]]:
+    """megatron's list of what each (virtual) pipeline stage holds, for stages of `layers` decoder layers."""
+    stages = [["decoder"] * count for count in layers]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
 
 
 class _LocalSpec:

@@ -32,6 +32,8 @@ from mindspeed_asyncflow.engines.megatron.bridges import make_bridge
 from mindspeed_asyncflow.engines.megatron.export import export_tensors, plan_export
 from mindspeed_asyncflow.engines.megatron.feed import RankBatch, make_rank_batches
 from mindspeed_asyncflow.engines.megatron.optim import GradientStep, make_optimizer, wrap_data_parallel
+from mindspeed_asyncflow.engines.megatron.shards import named_shards
+from mindspeed_asyncflow.engines.megatron.state import state_by_kind
 from mindspeed_asyncflow.platforms.ports import HeldPort
 from mindspeed_asyncflow.records import MicroBatch, OptimReport
 
@@ -76,7 +78,8 @@ class MegatronTrainEngine:
         held_port: HeldPort | None = None,
     ) -> None:
         with open(os.path.join(model_folder, "config.json")) as f:
-            check_parallel(json.load(f), trainer)
+            model = json.load(f)
+        check_parallel(model, trainer)
         self.model_folder, self.trainer, self.loss_fn = model_folder, trainer, loss_fn
         self.platform = bootstrap(platform, trainer.threads)
         self.device = self.platform.device()
@@ -170,6 +173,8 @@ class MegatronTrainEngine:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        # megatron keeps the gathered activations of sequence parallelism here; nothing of a step shall stay behind it
+        parallel_state.get_global_memory_buffer().buffer.clear()
         return outputs
 
     def _forward_step(self, loss: Callable[..., Any], batches: Iterator[RankBatch], model: Any) -> tuple[Any, Any]:
@@ -214,6 +219,12 @@ class MegatronTrainEngine:
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         params = [dict(chunk.named_parameters()) for chunk in self.chunks]
         return export_tensors(self.bridge, params, self.plan)
+
+    def shards(self) -> dict[str, torch.Tensor]:
+        return named_shards(self.bridge, self.chunks)
+
+    def train_state(self) -> dict[str, list[torch.Tensor]]:
+        return state_by_kind(self.chunks, self.step)
 
     def save_hf(self, folder: str) -> None:
         tensors = dict(self.export_weights())

@@ -12,7 +12,8 @@ LAYERS, EXPERTS = 4, 4
 LENGTHS = (9, 5, 12, 7, 3, 10, 4, 8)
 
 
-def hf_config(kind: str) -> Any:
+def hf_config(kind: str, **changes: Any) -> Any:
+    """Of `kind`, with other sizes where `changes` names them."""
     import transformers
 
     base = {
@@ -28,26 +29,27 @@ def hf_config(kind: str) -> Any:
         "tie_word_embeddings": kind != "qwen3_moe",
     }
     if kind == "qwen2":
-        return transformers.Qwen2Config(**base)
+        return transformers.Qwen2Config(**{**base, **changes})
+    base["head_dim"] = 16
     if kind == "qwen3":
-        return transformers.Qwen3Config(head_dim=16, **base)
-    return transformers.Qwen3MoeConfig(
-        head_dim=16,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        **base,
-    )
+        return transformers.Qwen3Config(**{**base, **changes})
+    base |= {
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    }
+    return transformers.Qwen3MoeConfig(**{**base, **changes})
 
 
-def make_model(kind: str, folder: str) -> Any:
+def make_model(kind: str, folder: str, **changes: Any) -> Any:
     """A model with no trivial weight (random norms and biases), saved to `folder`."""
     import transformers
 
     torch.manual_seed(5)
-    model = transformers.AutoModelForCausalLM.from_config(hf_config(kind), attn_implementation="eager").float()
+    config = hf_config(kind, **changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
     with torch.no_grad():
         for name, param in model.named_parameters():
             if param.ndim == 1:

@@ -1,0 +1,56 @@
+"""What a trainer rank keeps on its device between steps, by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_asyncflow.engines.megatron.optim import GradientStep
+
+
+def state_by_kind(chunks: Sequence[torch.nn.Module], step: GradientStep) -> dict[str, list[torch.Tensor]]:
+    """Every device tensor that training needs between two steps, one tensor per storage.
+
+    "train weights": parameters and buffers of the model, or the flat buffer that they are views of; "gradients": the
+    flat fp32 buffers; "optimizer": fp32 master weights where the model has another type, and the moments, which exist
+    from the first step on. Bytes of a kind: the sum over its tensors of `untyped_storage().nbytes()`. For P parameters
+    on this rank, o bytes each: o * P, 4 * P and (8 + 4 if o < 4) * P, the last divided by the size of the data-parallel
+    group where the distributed optimizer shards it (up to its padding).
+    """
+    seen: set[int] = set()
+    return {
+        "train weights": _new_storages(_model_tensors(chunks), seen),
+        "gradients": _new_storages(step.buffers(), seen),
+        "optimizer": _new_storages(_optimizer_tensors(step.optimizer), seen),
+    }
+
+
+def _new_storages(tensors: Iterable[torch.Tensor], seen: set[int]) -> list[torch.Tensor]:
+    """Those tensors whose storage is not in `seen`, which grows by them."""
+    found = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            found.append(tensor.detach())
+    return found
+
+
+def _model_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    for chunk in chunks:
+        yield from chunk.parameters()
+        yield from chunk.buffers()
+        yield chunk.rotary_pos_emb.inv_freq
+
+
+def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """What megatron's optimizer, or each one of its chain (dense and expert parameters), steps on and remembers."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.is_stub_optimizer:  # this rank has no parameter of the part
+            continue
+        for group in part.optimizer.param_groups:
+            for param in group["params"]:
+                yield param.data
+                yield from (value for value in part.optimizer.state.get(param, {}).values() if torch.is_tensor(value))
