@@ -32,7 +32,7 @@ from mindspeed_asyncflow.engines.megatron.bridges import make_bridge
 from mindspeed_asyncflow.engines.megatron.export import export_tensors, plan_export
 from mindspeed_asyncflow.engines.megatron.feed import RankBatch, make_rank_batches
 from mindspeed_asyncflow.engines.megatron.optim import GradientStep, make_optimizer, wrap_data_parallel
-from mindspeed_asyncflow.engines.megatron.shards import named_shards
+from mindspeed_asyncflow.engines.megatron.shards import check_shards, named_shards, trainer_layout
 from mindspeed_asyncflow.engines.megatron.state import state_by_kind
 from mindspeed_asyncflow.platforms.ports import HeldPort
 from mindspeed_asyncflow.records import MicroBatch, OptimReport
@@ -104,6 +104,8 @@ class MegatronTrainEngine:
         self.models = wrap_data_parallel(self.config, trainer, wrapped)
         self.step = GradientStep(trainer, self.models, make_optimizer(trainer, torch_dtype, self.models))
         self.plan = plan_export(self.bridge, self.chunks)
+        self.layout = trainer_layout(model, trainer)
+        check_shards(self.layout, dist.get_rank(), self.shards())
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
         self.inv_freq = self.chunks[0].rotary_pos_emb.inv_freq.to(self.device)

@@ -1,11 +1,32 @@
-"""This rank's weights under the names of the layout."""
+"""This rank's weights under the names of the layout, and the proof that megatron cut the model as the layout says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from mindspeed_asyncflow.config.schema import TrainerConfig
+from mindspeed_asyncflow.errors import WeightSyncError
+from mindspeed_asyncflow.reshard.layout import Layout
+from mindspeed_asyncflow.reshard.model import describe
+from mindspeed_asyncflow.reshard.train_layout import TrainParallel, train_layout
+
+
+def trainer_layout(model: Mapping[str, Any], trainer: TrainerConfig) -> Layout:
+    """Which part of which weight of `model` (a Hugging Face config.json) each trainer rank holds."""
+    parallel = TrainParallel(
+        tensor=trainer.tensor_parallel,
+        pipeline=trainer.pipeline_parallel,
+        virtual=trainer.virtual_pipeline or 1,
+        expert=trainer.expert_parallel,
+        context=trainer.context_parallel,
+        data=trainer.data_parallel,
+        pipeline_layers=None if trainer.pipeline_layers is None else tuple(trainer.pipeline_layers),
+        vocab_multiple=trainer.tensor_parallel,
+    )
+    return train_layout(describe(model), parallel)
 
 
 def named_shards(bridge: Any, chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -21,3 +42,18 @@ def named_shards(bridge: Any, chunks: Sequence[torch.nn.Module]) -> dict[str, to
 def _router_biases(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Corrections of expert scores: weights of the model that megatron keeps as buffers."""
     return {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
+
+
+def check_shards(layout: Layout, rank: int, shards: Mapping[str, torch.Tensor]) -> None:
+    """Raise `WeightSyncError` unless `shards` are by name and shape what `layout` says of `rank`.
+
+    The layout is computed from the settings alone and every plan relies on it; megatron has cut the model itself.
+    """
+    wanted = {param.name: tuple(param.shape) for param in layout.ranks[rank]}
+    found = {name: tuple(tensor.shape) for name, tensor in shards.items()}
+    for name in (*wanted, *found):
+        if wanted.get(name) != found.get(name):
+            raise WeightSyncError(
+                f"trainer rank {rank}: parameter {name} is {found.get(name, 'absent')} in megatron's model and "
+                f"{wanted.get(name, 'absent')} in the layout {layout.label or 'of the settings'}"
+            )

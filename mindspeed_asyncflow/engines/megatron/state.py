@@ -42,7 +42,7 @@ def _model_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
     for chunk in chunks:
         yield from chunk.parameters()
         yield from chunk.buffers()
-        yield chunk.rotary_pos_emb.inv_freq
+        yield chunk.rotary_pos_emb.inv_freq  # type: ignore[union-attr, misc]
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:

@@ -34,7 +34,22 @@ CASES = [
     ("qwen3", {**SP2, **DP2, "distributed_optimizer": True}),
     ("qwen2", {**SP2, "context_parallel": 2}),
     ("qwen3_moe", {**SP2, **DP2, "expert_parallel": 2}),
+    ("qwen2_7_layers", {**PP2, "pipeline_layers": [4, 3]}),
+    ("qwen2_7_layers", {**PP2, "virtual_pipeline": 2, "pipeline_layers": [2, 1, 1, 3]}),
+    ("qwen2_2_kv_heads", {"tensor_parallel": 4}),
+    ("qwen3_2_kv_heads", {"tensor_parallel": 4, "sequence_parallel": True}),
+    ("qwen2_1_kv_head", {**TP2, "context_parallel": 2}),
 ]
+KV = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
+MODELS = {  # name -> kind and changed sizes
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen2_7_layers": ("qwen2", {"num_hidden_layers": 7, "tie_word_embeddings": False}),
+    "qwen2_2_kv_heads": ("qwen2", {**KV, "hidden_size": 32}),
+    "qwen3_2_kv_heads": ("qwen3", KV),
+    "qwen2_1_kv_head": ("qwen2", {"num_key_value_heads": 1}),
+}
 
 
 def world_of(sizes):
@@ -47,11 +62,11 @@ CASES.sort(key=lambda case: world_of(case[1]))
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """kind -> (folder, transformers model)"""
+    """name -> (folder, transformers model)"""
     found = {}
-    for kind in ("qwen2", "qwen3", "qwen3_moe"):
-        folder = str(tmp_path_factory.mktemp(kind))
-        found[kind] = (folder, make_model(kind, folder))
+    for name, (kind, changes) in MODELS.items():
+        folder = str(tmp_path_factory.mktemp(name))
+        found[name] = (folder, make_model(kind, folder, **changes))
     return found
 
 
