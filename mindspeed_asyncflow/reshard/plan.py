@@ -1,8 +1,8 @@
 """From one layout to another: who sends which box to whom, in which bucket. Made before a byte moves. Pure.
 
-Tensors go in layer order. Inside a layer, pieces alternate between the ranks that hold them, so that all of these send at
-once; with `across_stages` the n-th layers of all pipeline stages go together, so that all stages do. A bucket is as many
-pieces as fit: on no rank do the bytes that it sends and receives in one bucket exceed `bucket_bytes`, so that one
+Tensors go in layer order. Inside a layer, pieces alternate between the ranks that hold them, so that all of these send
+at once; with `across_stages` the n-th layers of all pipeline stages go together, so that all stages do. A bucket is as
+many pieces as fit: on no rank do the bytes that it sends and receives in one bucket exceed `bucket_bytes`, so that one
 staging buffer of that size serves the whole transfer. Inside a bucket the steps of `routes.py` follow each other.
 """
 
