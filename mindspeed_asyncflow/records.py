@@ -118,14 +118,23 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardMeta:
+    """One contiguous block of a version: a box of a tensor, row after row, and the trainer rank that writes it."""
+
+    box: tuple[int, int, int, int]  # rows [r0, r1), columns [c0, c1) of the tensor seen as a matrix
+    offset: int  # bytes from the start of the version's payload
+    nbytes: int
+    writer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ParamMeta:
-    """One tensor under its Hugging Face name."""
+    """One tensor under its Hugging Face name. Shards are sorted by first row, then first column."""
 
     name: str
     dtype: str  # torch name without prefix, e.g. "float32", "bfloat16"
     shape: tuple[int, ...]
-    offset: int  # bytes from the start of the version's buffer
-    nbytes: int
+    shards: tuple[ShardMeta, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +143,10 @@ class WeightManifest:
 
     version: int
     path: str  # shared-memory file that every process of this node can map
-    offset: int  # bytes from the start of the file to this version's slot
-    nbytes: int
-    params: tuple[ParamMeta, ...]
-    fingerprint: str  # hex, over all bytes of the version
+    nbytes: int  # payload of one whole version
+    params: tuple[ParamMeta, ...]  # what `path` holds of the version: all tensors, or the subset that was pulled
+    checksums: tuple[int, ...]  # crc32 of every shard of `params`, in order
+    fingerprint: str  # hex, over names, boxes and checksums of the whole version
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from mindspeed_asyncflow.config.schema import RolloutConfig
 from mindspeed_asyncflow.records import Completion, GenRequest, SamplingSpec, UpdateReport, WeightManifest
-from mindspeed_asyncflow.reshard.relay import RelayWriter
+from mindspeed_asyncflow.reshard.relay import WholeWriter
 
 VOCAB = 57  # not a multiple of 64: vLLM pads the vocabulary inside
 MAX_LEN = 200
@@ -84,7 +84,7 @@ class Bench:
         self.kind, self.policies = kind, policies
         rollout = RolloutConfig(tensor_parallel=tensor_parallel, max_running=64, timeout_s=60.0)
         self.engine = make_engine(kind, policies["a"].folder, rollout)
-        self._relay = RelayWriter(f"/dev/shm/asyncflow-test-{uuid.uuid4().hex}")
+        self._relay = WholeWriter(f"/dev/shm/asyncflow-test-{uuid.uuid4().hex}")
         self._version = 0
         self._permits: int | None = None  # steps that answers may still take; None: free running
         self._step = self.engine._backend.step

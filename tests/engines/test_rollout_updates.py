@@ -293,7 +293,7 @@ def test_a_tied_head_may_travel_or_stay_away(bench: Bench) -> None:
     assert "lm_head.weight" not in tensors
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     path = f"{bench.publish('b').path}-tied"
-    with relay.RelayWriter(path) as writer:
+    with relay.WholeWriter(path) as writer:
         bench.engine.update(writer.publish(bench.engine.version + 1000, tensors.items()))
     bench.restart_versions_at(bench.engine.version)
     assert_serves(bench, "b")

@@ -26,8 +26,8 @@ def folder(path: Path, tied: bool) -> str:
 
 
 def manifest(**shapes: tuple[int, ...]) -> WeightManifest:
-    params = tuple(ParamMeta(name.replace("__", "."), "float32", shape, 0, 0) for name, shape in shapes.items())
-    return WeightManifest(3, "", 0, 0, params, "")
+    params = tuple(ParamMeta(name.replace("__", "."), "float32", shape, ()) for name, shape in shapes.items())
+    return WeightManifest(3, "", 0, params, (), "")
 
 
 FULL = {"embed": (5, 2), "scale": (), "layers__0__experts__0__up": (3, 2)}

@@ -23,7 +23,7 @@ from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
 from mindspeed_asyncflow.records import Completion, OptimReport, SamplingSpec, UpdateReport, VersionSpan
-from mindspeed_asyncflow.reshard.relay import RelayReader, RelayWriter
+from mindspeed_asyncflow.reshard.relay import RelayReader, WholeWriter
 from mindspeed_asyncflow.rewards.pool import Score
 from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
@@ -171,7 +171,7 @@ def run_loops(config: Config, tmp_path, batches, *, rollouts=None, train=None, p
     rollouts = rollouts or [FakeRollout() for _ in range(config.rollout.replicas)]
     train, pool = train or FakeTrain(), pool or FakePool()
     secret = secrets.token_bytes(8)
-    relay = RelayWriter(f"/dev/shm/asyncflow-{os.getpid()}-test{secrets.token_hex(4)}")
+    relay = WholeWriter(f"/dev/shm/asyncflow-{os.getpid()}-test{secrets.token_hex(4)}")
     server = DockServer(GRPO_COLUMNS, grpo_tasks(False), arena_mb=4, lease_s=30.0, secret=secret).start()
     stack = contextlib.ExitStack()
     stack.callback(server.close)

@@ -1,0 +1,297 @@
+"""The shared-memory file of a node's relay: `keep` equal slots, each the bytes of one weight version.
+
+    | head page | table | slot 0: claims, checks, payload | slot 1 | ...
+
+claims: int64 `assigned` version, then one int64 per writer; checks: uint32 crc and uint8 present per shard. Every part
+begins on a page. A slot holds version v completely when `assigned` and all writers' entries say v; a writer that is not
+done has another value there. All these words are aligned and written whole; a change of hands happens under a lock that
+the kernel takes back from a process that dies. Writers of one file share nothing else and never wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
+from mindspeed_asyncflow.records import WeightManifest
+from mindspeed_asyncflow.reshard.fingerprint import fingerprint
+from mindspeed_asyncflow.reshard.relay_table import RelayTable, table_from_text
+
+PAGE_BYTES = 4096
+NOBODY = -1
+_HEAD = struct.Struct("<8sIIQQ")  # magic, slots, writers, bytes of the table's text, bytes of the whole file
+_MAGIC = b"AFRELAY2"
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
+_CHANGE, _IN_USE, _PULL, _WRITER = 0, 1, 2, 64  # bytes of the file that locks stand for; writer w: _WRITER + w
+_LANDED = 1024  # where the head page counts the bytes of a pull
+_LOCK_S = 20.0  # the lock of a change is held for microseconds
+_POLL_S = 0.002
+
+
+def pages(nbytes: int) -> int:
+    """`nbytes` rounded up to whole pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class RelayFile:
+    """One open relay file. `join` makes or enters it for writing, `look` maps it for reading."""
+
+    def __init__(self, path: str, fd: int, table: RelayTable, writers: Sequence[int], keep: int, shared: bool) -> None:
+        self.path, self.table, self.writers, self.keep = path, table, tuple(writers), keep
+        self._fd = fd
+        shards = len(table.shards)
+        self._checks_at = pages(8 + 8 * len(writers))
+        self._payload_at = self._checks_at + pages(5 * shards)
+        self.stride = self._payload_at + pages(table.slot_bytes)
+        self._slots_at = PAGE_BYTES + pages(len(_text(table, self.writers)))
+        self.size = self._slots_at + keep * self.stride
+        if shared and not os.fstat(fd).st_size:
+            self._lay_out()
+        found = os.fstat(fd).st_size
+        if found < self.size:
+            raise WeightSyncError(f"the relay {path} should have {self.size} bytes, but has only {found}")
+        # Readers map privately: torch wants writable memory, and nobody there can change what was published.
+        self.map = mmap.mmap(fd, self.size, flags=mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
+        self.bytes = np.frombuffer(self.map, np.uint8)
+        self.landed = self.bytes[_LANDED : _LANDED + 8].view(np.int64)
+        starts = [self._slots_at + slot * self.stride for slot in range(keep)]
+        claims = [self.bytes[s : s + 8 + 8 * len(writers)].view(np.int64) for s in starts]
+        self.assigned, self.entries = [c[:1] for c in claims], [c[1:] for c in claims]
+        checks = [self.bytes[s + self._checks_at :][: 5 * shards] for s in starts]
+        self.crc = [c[: 4 * shards].view(np.uint32) for c in checks]
+        self.present = [c[4 * shards :] for c in checks]
+
+    @classmethod
+    def join(cls, path: str, table: RelayTable, writers: Sequence[int], keep: int) -> RelayFile:
+        """Make the file, or enter the one that others made. Raises `WeightSyncError` if theirs is a different one."""
+        if keep < 2:
+            raise WeightSyncError(f"a relay needs at least 2 slots (one is read while one is written), got keep={keep}")
+        made = None
+        while made is None:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                with _locked(fd, _CHANGE, path):
+                    if os.fstat(fd).st_nlink:  # else its last user removed it between our two steps
+                        made = cls._enter(path, fd, table, tuple(writers), keep)
+            finally:
+                if made is None:
+                    os.close(fd)
+        return made
+
+    @classmethod
+    def _enter(cls, path: str, fd: int, table: RelayTable, writers: tuple[int, ...], keep: int) -> RelayFile:
+        fresh = not os.fstat(fd).st_size
+        if not fresh:
+            theirs, their_writers, their_keep = _read_head(fd, path)
+            if (theirs.digest, their_writers, their_keep) != (table.digest, writers, keep):
+                raise WeightSyncError(f"{path} is the relay of another layout; end what uses it first")
+        try:
+            file = cls(path, fd, table, writers, keep, shared=True)
+        except BaseException:
+            if fresh:
+                os.unlink(path)
+            raise
+        _lock(fd, _IN_USE, fcntl.F_RDLCK)
+        return file
+
+    @classmethod
+    def look(cls, path: str) -> RelayFile:
+        """Map an existing file for reading. Raises `WeightSyncError`."""
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise WeightSyncError(f"relay {path}: {error.strerror}") from error
+        try:
+            return cls(path, fd, *_read_head(fd, path), shared=False)
+        finally:
+            os.close(fd)
+
+    def _lay_out(self) -> None:
+        text = _text(self.table, self.writers)
+        os.ftruncate(self._fd, self.size)
+        for slot in range(self.keep):
+            start = self._slots_at + slot * self.stride
+            _allocate(self._fd, start, self._payload_at, self)
+            os.pwrite(self._fd, np.full(1 + len(self.writers), NOBODY, np.int64).tobytes(), start)
+        os.pwrite(self._fd, text, PAGE_BYTES)
+        os.pwrite(self._fd, _HEAD.pack(_MAGIC, self.keep, len(self.writers), len(text), self.size), 0)
+
+    def allocate(self, shards: Iterable[int]) -> None:
+        """Take the memory of these shards in every slot now, or raise `WeightSyncError`."""
+        runs: list[list[int]] = []
+        for shard in sorted(shards):
+            meta = self.table.shards[shard]
+            if runs and meta.offset - runs[-1][1] <= PAGE_BYTES:
+                runs[-1][1] = meta.offset + meta.nbytes
+            else:
+                runs.append([meta.offset, meta.offset + meta.nbytes])
+        for slot in range(self.keep):
+            for begin, end in runs:
+                if end > begin:
+                    _allocate(self._fd, self.payload_at(slot) + begin, end - begin, self)
+
+    def payload_at(self, slot: int) -> int:
+        """Byte offset in the file."""
+        return self._slots_at + slot * self.stride + self._payload_at
+
+    # -- versions --------------------------------------------------------------------------------------------------
+
+    def complete(self, slot: int) -> int | None:
+        """The version that this slot holds completely."""
+        version = int(self.assigned[slot][0])
+        return version if version != NOBODY and bool((self.entries[slot] == version).all()) else None
+
+    def versions(self) -> tuple[int, ...]:
+        """Complete versions, oldest first."""
+        found = (self.complete(slot) for slot in range(self.keep))
+        return tuple(sorted(v for v in found if v is not None))
+
+    def slot_of(self, version: int) -> int:
+        """Where the complete `version` lies. Raises `WeightSyncError` that names what is kept."""
+        for slot in range(self.keep):
+            if self.complete(slot) == version:
+                return slot
+        kept = ", ".join(map(str, self.versions())) or "no complete version"
+        raise WeightSyncError(
+            f"weight version {version} is not in the relay {self.path} (any more); it keeps {kept}: "
+            "ask for a newer manifest"
+        )
+
+    def manifest(self, version: int, names: Iterable[str] | None = None) -> WeightManifest:
+        """The manifest of a complete version; `names`: only these tensors."""
+        slot, table = self.slot_of(version), self.table
+        crc = self.crc[slot].copy()
+        if names is None:
+            params, own = table.params, crc
+        else:
+            shards = table.shards_of(names)
+            wanted = set(names)
+            params, own = tuple(p for p in table.params if p.name in wanted), crc[shards]
+        combined = fingerprint(table.digest, crc)
+        self.slot_of(version)
+        return WeightManifest(version, self.path, table.slot_bytes, params, tuple(own.tolist()), combined)
+
+    # -- changes (files that were joined) --------------------------------------------------------------------------
+
+    def changing(self) -> contextlib.AbstractContextManager[None]:
+        return _locked(self._fd, _CHANGE, self.path)
+
+    def own_writer(self, rank: int) -> int:
+        """Claim the entry of `rank` for the life of this process; returns its place in `entries`."""
+        if rank not in self.writers:
+            raise WeightSyncError(f"rank {rank} is none of the writers {list(self.writers)} of {self.path}")
+        place = self.writers.index(rank)
+        if not _lock(self._fd, _WRITER + place, fcntl.F_WRLCK):
+            raise WeightSyncError(f"another process writes to {self.path} as rank {rank}")
+        return place
+
+    def assign(self, version: int) -> int:
+        """The slot for `version`: the one that has it already, or a dead or the oldest one, emptied."""
+        if version < 0:
+            raise WeightSyncError(f"a weight version is a whole number from 0, got {version}")
+        with self.changing():
+            held = [int(a[0]) for a in self.assigned]
+            if version in held:
+                return held.index(version)
+            newest = max(self.versions(), default=NOBODY)
+
+            def age(slot: int) -> tuple[bool, int]:
+                superseded = held[slot] < newest and self.complete(slot) is None  # nobody will complete it
+                return not superseded, held[slot]
+
+            slot = min(range(self.keep), key=age)
+            self.assigned[slot][0] = NOBODY
+            self.present[slot][:] = 0
+            self.assigned[slot][0] = version
+            return slot
+
+    def fill(self, slot: int, version: int, place: int, shards: np.ndarray, crc: np.ndarray) -> None:
+        """Note that these shards of `version` have arrived, and that the writer at `place` is done."""
+        with self.changing():
+            self.still_assigned(slot, version)
+            self.crc[slot][shards] = crc
+            self.present[slot][shards] = 1
+            self.entries[slot][place] = version
+
+    def still_assigned(self, slot: int, version: int) -> None:
+        if int(self.assigned[slot][0]) != version:
+            raise WeightSyncError(
+                f"weight version {version} was overtaken in {self.path} by {int(self.assigned[slot][0])} before it was "
+                f"complete; it keeps {self.keep} versions"
+            )
+
+    @contextlib.contextmanager
+    def pulling(self, timeout_s: float, what: str) -> Iterator[None]:
+        """One process at a time pulls into this file; the others wait as long as its bytes keep coming."""
+        with _locked(self._fd, _PULL, f"{what} into {self.path}", timeout_s, lambda: int(self.landed[0])):
+            yield
+
+    def close(self) -> None:
+        """Leave the file; the last one out removes it. What others have mapped stays readable."""
+        if self._fd < 0:
+            return
+        with self.changing():
+            if _lock(self._fd, _IN_USE, fcntl.F_WRLCK):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.path)
+        os.close(self._fd)
+        self._fd = -1
+
+
+def _text(table: RelayTable, writers: Sequence[int]) -> bytes:
+    return msgspec.msgpack.encode((table.text, list(writers)))
+
+
+def _read_head(fd: int, path: str) -> tuple[RelayTable, tuple[int, ...], int]:
+    head = os.pread(fd, _HEAD.size, 0)
+    if len(head) < _HEAD.size or head[: len(_MAGIC)] != _MAGIC:
+        raise WeightSyncError(f"{path} is not a relay (yet)")
+    _, keep, _, nbytes, _ = _HEAD.unpack(head)
+    text, writers = msgspec.msgpack.decode(os.pread(fd, nbytes, PAGE_BYTES), type=tuple[bytes, list[int]])
+    return table_from_text(text), tuple(writers), keep
+
+
+def _allocate(fd: int, begin: int, nbytes: int, file: RelayFile) -> None:
+    try:
+        os.posix_fallocate(fd, begin, nbytes)  # tmpfs hands out every page now, or refuses
+    except OSError as error:
+        raise WeightSyncError(
+            f"{file.keep} weight versions of {file.table.slot_bytes} bytes do not fit into {file.path}: "
+            f"{error.strerror}; free shared memory or mount a larger /dev/shm"
+        ) from error
+
+
+def _lock(fd: int, byte: int, kind: int) -> bool:
+    """Take (or give back) one byte's lock without waiting. It belongs to the open file and dies with it."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _locked(
+    fd: int, byte: int, what: str, timeout_s: float = _LOCK_S, progress: Callable[[], int] = lambda: 0
+) -> Iterator[None]:  # fmt: skip
+    """Hold a byte's lock. Raises `DeadlineExceeded` after `timeout_s` in which `progress` did not change."""
+    seen, since = progress(), time.monotonic()
+    while not _lock(fd, byte, fcntl.F_WRLCK):
+        time.sleep(_POLL_S)
+        if progress() != seen:
+            seen, since = progress(), time.monotonic()
+        elif time.monotonic() - since > timeout_s:
+            raise DeadlineExceeded(f"another process that is at {what} made no progress for {timeout_s:g} s")
+    try:
+        yield
+    finally:
+        _lock(fd, byte, fcntl.F_UNLCK)
