@@ -149,9 +149,49 @@ def bad_gradient(rank: int, folder: str, sizes: dict, samples: list, bad_rank: i
         }
 
 
-def exported_names(rank: int, folder: str, sizes: dict) -> list[str]:
+def names(rank: int, folder: str, sizes: dict) -> dict[str, list[str]]:
     with engine(rank, folder, sizes) as made:
-        return [name for name, _ in made.export_weights()]
+        return {"exported": [name for name, _ in made.export_weights()], "shards": list(made.shards())}
+
+
+def qkv_rows(rank: int, folder: str, sizes: dict) -> dict[str, Any]:
+    """What the layout says of layer 1's fused matrix, and whether each segment's rows are those of the saved model."""
+    from safetensors.torch import load_file
+
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    saved = load_file(os.path.join(folder, "model.safetensors"))
+    with engine(rank, folder, sizes) as made:
+        shard = made.shards()[name]
+        param = next(p for p in made.layout.ranks[rank] if p.name == name)
+        return {
+            "rows": len(shard),
+            "names": {s.name.split(".")[-2]: s.box.rows for s in param.segments},
+            "equal": all(
+                torch.equal(shard[s.row : s.row + s.box.rows], saved[s.name][s.box.r0 : s.box.r1])
+                for s in param.segments
+            ),
+        }
+
+
+def padded_vocabulary(rank: int, folder: str, samples: list) -> dict[str, Any]:
+    """Log-probs before and after the padding row of the output layer becomes 50 everywhere, its export, and log-probs
+    with all other rows 0."""
+    from safetensors.torch import load_file
+
+    with engine(rank, folder, {"tensor_parallel": 2}) as made:
+        shards, batches = made.shards(), cut(samples, (8,))
+        found: dict[str, Any] = {"before": made.logprobs(batches)[0]}
+        head = shards.get("output_layer.weight", shards["embedding.word_embeddings.weight"])
+        if rank == 1:
+            head[-1] = 50.0
+        found["padding at 50"] = made.logprobs(batches)[0]
+        exported = dict(made.export_weights())
+        name = "lm_head.weight" if "output_layer.weight" in shards else "model.embed_tokens.weight"
+        found["exported"] = tuple(exported[name].shape)
+        found["equal"] = torch.equal(exported[name], load_file(os.path.join(folder, "model.safetensors"))[name])
+        head[: -1 if rank == 1 else None] = 0.0
+        found["uniform"] = made.logprobs(batches, temperature=1.0)[0]
+        return found | {"rows": len(head)}
 
 
 def round_trip(rank: int, folder: str, sizes: dict, out: str) -> None:

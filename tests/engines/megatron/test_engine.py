@@ -46,6 +46,9 @@ MODELS = {  # name -> kind and changed sizes
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen2_7_layers": ("qwen2", {"num_hidden_layers": 7, "tie_word_embeddings": False}),
+    "qwen2_48_layers": ("qwen2", {"num_hidden_layers": 48, "hidden_size": 16, "intermediate_size": 16}),
+    "qwen2_1003_tokens": ("qwen2", {"vocab_size": 1003, "num_hidden_layers": 1, "tie_word_embeddings": False}),
+    "qwen2_1003_tokens_tied": ("qwen2", {"vocab_size": 1003, "num_hidden_layers": 1}),
     "qwen2_2_kv_heads": ("qwen2", {**KV, "hidden_size": 32}),
     "qwen3_2_kv_heads": ("qwen3", KV),
     "qwen2_1_kv_head": ("qwen2", {"num_key_value_heads": 1}),
@@ -159,15 +162,50 @@ def test_a_batch_without_a_trained_token_changes_nothing(groups, models):
     assert found["zero"] and found["unchanged"] and not found["applied"]
 
 
-def test_export_is_in_layer_order(groups, models):
-    """Also where a pipeline rank holds layers 0, 1, 4, 5 ...: first the embedding, then layers, then the rest."""
-    (names, other) = groups.of(2).run(
-        rank_cases.exported_names, folder=models["qwen3"][0], sizes={**PP2, "virtual_pipeline": 2}
-    )
-    assert names == other
-    layers = [int(n.split(".")[2]) if ".layers." in n else None for n in names]
-    assert layers[0] is None and names[0] == "model.embed_tokens.weight" and names[-1] == "model.norm.weight"
-    assert layers[1:-1] == sorted(layers[1:-1]) and set(layers[1:-1]) == {0, 1, 2, 3}
+@pytest.mark.parametrize(
+    ("kind", "sizes", "layers"),
+    [
+        ("qwen3", {**PP2, "virtual_pipeline": 2}, 4),
+        ("qwen2_7_layers", {**PP2, "pipeline_layers": [4, 3]}, 7),
+        ("qwen2_48_layers", PP2, 48),
+        ("qwen2_48_layers", {**PP2, "virtual_pipeline": 3, "pipeline_layers": [9, 7, 8, 8, 7, 9]}, 48),
+    ],
+    ids=["virtual", "uneven", "many", "many_uneven_virtual"],
+)
+def test_every_layer_has_its_global_name_once(groups, models, kind, sizes, layers):
+    """B73: shards of the stages never share a layer, and the export is in layer order, whichever stage holds what."""
+    ranks = groups.of(2).run(rank_cases.names, folder=models[kind][0], sizes=sizes)
+    held = [name for r in ranks for name in r["shards"] if name.endswith("self_attention.linear_proj.weight")]
+    assert sorted(int(name.split(".")[2]) for name in held) == list(range(layers))
+    names = ranks[0]["exported"]
+    assert names == ranks[1]["exported"]
+    assert names[0] == "model.embed_tokens.weight" and ".layers." not in names[-1]
+    found = [int(n.split(".")[2]) for n in names if ".layers." in n]
+    assert found == sorted(found) and set(found) == set(range(layers))
+    assert len(set(names)) == len(names)
+
+
+def test_few_key_value_heads_are_cut_by_rows_of_the_fused_matrix(groups, models):
+    """B70: 12 of 48 rows on each rank, of which ranks 0 and 2 hold queries only."""
+    ranks = groups.of(4).run(rank_cases.qkv_rows, folder=models["qwen2_2_kv_heads"][0], sizes={"tensor_parallel": 4})
+    parts = [r["names"] for r in ranks]
+    assert [r["rows"] for r in ranks] == [12] * 4
+    assert [set(found) for found in parts] == [{"q_proj"}, {"q_proj", "k_proj", "v_proj"}] * 2
+    for part, rows in (("q_proj", 32), ("k_proj", 8), ("v_proj", 8)):
+        assert sum(found.get(part, 0) for found in parts) == rows
+    assert all(r["equal"] for r in ranks)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_1003_tokens", "qwen2_1003_tokens_tied"])
+def test_padding_rows_of_the_vocabulary_never_show(groups, models, kind):
+    """B71: 1003 tokens over two ranks. Uniform logits give -log 1003 whatever the padding row holds; it is not
+    exported."""
+    for r in groups.of(2).run(rank_cases.padded_vocabulary, folder=models[kind][0], samples=make_samples()):
+        assert r["rows"] == 502
+        assert np.array_equal(r["before"], r["padding at 50"])
+        assert r["exported"] == (1003, 64) and r["equal"]
+        trained = r["uniform"][r["uniform"] != 0]
+        assert len(trained) and np.abs(trained + 6.91075).max() < 1e-5
 
 
 def test_interleaved_pipeline_is_right_every_time(groups, models, references):
@@ -207,8 +245,10 @@ def test_bad_gradient_on_one_rank_is_skipped_by_all(groups, models, sizes, value
         ("qwen2", {**PP2, "virtual_pipeline": 2}),
         ("qwen3", SP2),
         ("qwen3_moe", {**DP2, "expert_parallel": 2}),
+        ("qwen2_7_layers", {**PP2, "pipeline_layers": [4, 3]}),
+        ("qwen2_2_kv_heads", {"tensor_parallel": 4}),
     ],
-    ids=["one", "pipeline", "tensor", "expert"],
+    ids=["one", "pipeline", "tensor", "expert", "uneven", "few_kv_heads"],
 )
 def test_hugging_face_folder_round_trip_is_bit_exact(groups, models, tmp_path, kind, sizes):
     from safetensors.torch import load_file
