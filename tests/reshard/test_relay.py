@@ -16,15 +16,11 @@ import torch
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.reshard.relay import (
     RelayReader,
-    RelayWriter,
     WholeWriter,
-    assemble,
     manifest_from_json,
     manifest_to_json,
 )
-from mindspeed_asyncflow.reshard.boxes import Box
 from mindspeed_asyncflow.reshard.relay_file import RelayFile
-from mindspeed_asyncflow.reshard.relay_table import RelayTable, make_table
 
 
 @pytest.fixture
