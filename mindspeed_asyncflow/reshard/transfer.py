@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
 from mindspeed_asyncflow.reshard.boxes import Box
-from mindspeed_asyncflow.reshard.layout import Layout
+from mindspeed_asyncflow.reshard.layout import Layout, LocalParam
 from mindspeed_asyncflow.reshard.messages import Copy, Message, ResolvedStep, by_peer, copy, pack, unpack
 from mindspeed_asyncflow.reshard.places import Piece, Places, one_run
 
@@ -64,6 +64,7 @@ def run(
     target_layout: Layout,
     dtype: torch.dtype,
     device: torch.device,
+    target_first: int = 0,
     group: Any = None,
     memory: DeviceMemory | None = None,
     timeout_s: float = 120.0,
@@ -72,16 +73,22 @@ def run(
     """Fill `target` from the `source` tensors of all ranks. Collective over `group` (None: all ranks).
 
     `rank` is the plan's number of this process and its rank in `group`. `source` and `target` map the parameter names
-    of the two layouts to local tensors; a rank without a part in a layout hands over an empty mapping. `dtype` is what
-    travels and what every target tensor has; sources of another type are cast. `after_bucket(i)` is called on every
-    rank when it has done its part of bucket i. Each wait lasts at most `timeout_s` seconds.
+    of the two layouts to local tensors; rank j of the target layout is rank `target_first` + j, and a rank without a
+    part in a layout hands over an empty mapping. `dtype` is what travels and what every target tensor has; sources of
+    another type are cast. `after_bucket(i)` is called when this rank has done its part of bucket i, for the buckets in
+    which it has one. Each wait lasts at most `timeout_s` seconds.
 
     Raises `WeightSyncError` on every rank if any rank failed, `DeadlineExceeded` when a peer did not answer; the target
     is then half filled.
     """
-    return _Run(plan, rank, dtype, device, group, timeout_s).run(
-        source, target, source_layout, target_layout, memory, after_bucket
-    )
+    here, there = rank, rank - target_first
+    mine = source_layout.ranks[here] if here < source_layout.world_size else ()
+    wanted = target_layout.ranks[there] if 0 <= there < target_layout.world_size else ()
+    transfer = _Run(plan, rank, dtype, device, group, timeout_s)
+    return transfer.run((mine, source), (wanted, target), memory, after_bucket)
+
+
+Side = tuple[Sequence[LocalParam], Mapping[str, "torch.Tensor"]]  # a rank's part of a layout, and the tensors
 
 
 class _Run:
@@ -94,28 +101,25 @@ class _Run:
         self._report = TransferReport()
 
     def run(
-        self,
-        source: Mapping[str, torch.Tensor],
-        target: Mapping[str, torch.Tensor],
-        source_layout: Layout,
-        target_layout: Layout,
-        memory: DeviceMemory | None,
-        after_bucket: Callable[[int], None] | None,
+        self, source: Side, target: Side, memory: DeviceMemory | None, after_bucket: Callable[[int], None] | None
     ) -> TransferReport:
         began = time.monotonic()
-        buckets: list[list[ResolvedStep]] = []
+        buckets: list[tuple[int, list[ResolvedStep]]] = []
         staging = None
         try:
-            self._check_dtypes(target)
-            places = self._places(source, target, source_layout, target_layout)
+            self._check_dtypes(target[1])
+            places = (
+                Places(*source, f"rank {self._rank}, source"),
+                Places(*target, f"rank {self._rank}, target"),
+            )
             mine = self._plan.for_rank(self._rank)
-            buckets = [[self._resolve(step, *places) for step in bucket.stage_steps] for bucket in mine]
+            buckets = [(b.number, [self._resolve(step, *places) for step in b.steps]) for b in mine]
             staging = self._staging(buckets, memory)
         except Exception as error:  # boundary: the other ranks are told, then it is raised
             self._failed = error
         try:
             self._agree("before the first bucket")
-            for index, steps in enumerate(buckets):
+            for index, steps in buckets:
                 for number, step in enumerate(steps):
                     self._do(step, staging, f"bucket {index}, step {number}")
                 if after_bucket is not None:
@@ -138,21 +142,6 @@ class _Run:
             if tensor.dtype != self._dtype:
                 raise WeightSyncError(f"target {name!r} is {tensor.dtype}, but the peers expect {self._dtype}")
 
-    def _places(
-        self,
-        source: Mapping[str, torch.Tensor],
-        target: Mapping[str, torch.Tensor],
-        source_layout: Layout,
-        target_layout: Layout,
-    ) -> tuple[Places, Places]:
-        here, there = self._rank, self._rank - self._plan.target_first
-        mine = source_layout.ranks[here] if here < source_layout.world_size else ()
-        theirs = target_layout.ranks[there] if 0 <= there < target_layout.world_size else ()
-        return (
-            Places(mine, source, f"rank {self._rank}, source"),
-            Places(theirs, target, f"rank {self._rank}, target"),
-        )
-
     def _resolve(self, step: RankStep, source: Places, target: Places) -> ResolvedStep:
         def read(move: Move) -> list[Piece]:
             # a box that came in an earlier step and is passed on lies in the target only
@@ -174,12 +163,14 @@ class _Run:
                 message.direct = message.tensor is not None
         return resolved
 
-    def _staging(self, buckets: Sequence[Sequence[ResolvedStep]], memory: DeviceMemory | None) -> torch.Tensor | None:
+    def _staging(
+        self, buckets: Sequence[tuple[int, Sequence[ResolvedStep]]], memory: DeviceMemory | None
+    ) -> torch.Tensor | None:
         """One buffer of bytes for the step that needs most; messages are given their parts of it when they start."""
         import torch
 
         most = 0
-        for index, steps in enumerate(buckets):
+        for index, steps in buckets:
             for step in steps:
                 payload = sum(m.elements * self._dtype.itemsize for m in step.messages if not m.direct)
                 if payload > self._plan.bucket_bytes:
@@ -290,10 +281,10 @@ def last_use(plan: Plan, rank: int, source_layout: Layout) -> dict[str, int]:
     for param in params:
         for segment in param.segments:
             holders.setdefault(segment.name, []).append((segment.box, param.name))
-    for index, bucket in enumerate(plan.for_rank(rank)):
-        for step in bucket.stage_steps:
+    for bucket in plan.for_rank(rank):
+        for step in bucket.steps:
             for move in (*step.sends, *step.copies):
                 for box, name in holders.get(move.name, ()):
                     if box.meet(move.box) is not None:
-                        last[name] = index
+                        last[name] = bucket.number
     return last
