@@ -167,7 +167,7 @@ def _qwen_moe(config: Mapping[str, Any]) -> ModelShape:
     step = config.get("decoder_sparse_step", 1)
     dense = {n for n in range(config["num_hidden_layers"]) if (n + 1) % step} | set(config.get("mlp_only_layers") or ())
     experts = Experts(
-        count=config["num_experts"],
+        count=config.get("num_experts") or config["num_local_experts"],  # transformers 5 writes the second
         width=config["moe_intermediate_size"],
         shared_width=0,
         bias=False,
