@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mindspeed_asyncflow.errors import PlatformError
@@ -33,7 +35,28 @@ class Platform(Protocol):
     def synchronize(self) -> None: ...
 
     def memory_bytes(self) -> tuple[int, int]:
-        """(in use now, peak), in bytes."""
+        """(in use now, peak) of this process's device allocator, in bytes; on a CPU the resident set."""
+        ...
+
+    def release_storage(self, storage: torch.UntypedStorage) -> None:
+        """Give the storage's bytes back to the device allocator: 0 bytes are left, all tensors on it stay valid objects
+        that must not be read."""
+        ...
+
+    def restore_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give an empty storage `nbytes` bytes of undefined contents."""
+        ...
+
+    def free_unused(self) -> None:
+        """Hand what the device allocator holds unused to the other processes of this device."""
+        ...
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] in host memory that the device can copy from and to without staging, where that exists."""
+        ...
+
+    def side_stream(self, device: torch.device) -> AbstractContextManager[Callable[[], None]]:
+        """Inside, device work of this thread runs beside that of other threads; the value waits for what was queued."""
         ...
 
     def transformer_overrides(self) -> dict[str, Any]:

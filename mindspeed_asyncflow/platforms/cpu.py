@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.platforms.cpu_pages import PageCache
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_PAGES = PageCache()  # one for the process, like malloc
 
 
 def resident_bytes() -> tuple[int, int]:
@@ -59,6 +63,27 @@ class CpuPlatform:
 
     def memory_bytes(self) -> tuple[int, int]:
         return resident_bytes()
+
+    def release_storage(self, storage: Any) -> None:
+        if storage.nbytes():
+            _PAGES.keep(storage.data_ptr(), storage.nbytes())
+        storage.resize_(0)
+
+    def restore_storage(self, storage: Any, nbytes: int) -> None:
+        storage.resize_(nbytes)
+        if nbytes:
+            _PAGES.put(storage.data_ptr(), nbytes)
+
+    def free_unused(self) -> None:
+        """Kept pages are this platform's device memory: they stay for the next block."""
+
+    def pinned(self, nbytes: int) -> Any:
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def side_stream(self, device: Any) -> AbstractContextManager[Callable[[], None]]:
+        return nullcontext(self.synchronize)
 
     def transformer_overrides(self) -> dict[str, Any]:
         return {

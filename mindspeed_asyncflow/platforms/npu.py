@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mindspeed_asyncflow.errors import PlatformError
@@ -69,6 +71,32 @@ class NpuPlatform:
 
         npu = torch.npu  # type: ignore[attr-defined]
         return int(npu.memory_allocated()), int(npu.max_memory_allocated())
+
+    def release_storage(self, storage: Any) -> None:
+        storage.resize_(0)  # to torch_npu's caching allocator
+
+    def restore_storage(self, storage: Any, nbytes: int) -> None:
+        storage.resize_(nbytes)
+
+    def free_unused(self) -> None:
+        import torch
+
+        torch.npu.empty_cache()  # type: ignore[attr-defined]
+
+    def pinned(self, nbytes: int) -> Any:
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    @contextmanager
+    def side_stream(self, device: Any) -> Iterator[Callable[[], None]]:
+        import torch
+
+        npu = torch.npu  # type: ignore[attr-defined]
+        npu.set_device(device)  # a new thread starts on device 0
+        stream = npu.Stream()
+        with npu.stream(stream):
+            yield stream.synchronize
 
     def transformer_overrides(self) -> dict[str, Any]:
         # the local layer spec with our own norm and attention modules calls the NPU operators itself
