@@ -6,13 +6,12 @@
         send / receive, all of the step at once
         copy     what stays on this rank, while messages travel                                     (no staging)
         unpack   boxes into the target                                                              (staging)
-      after_bucket(i)
 
 A message whose boxes follow each other in memory, with the right type, is sent from or received into that memory and
 needs no staging. Staging of a step, sending and receiving together, is at most the plan's `bucket_bytes`; one buffer
 serves all steps.
 
-A rank whose own part fails (a shape, a hook) keeps answering its peers, without sense, and tells so at the end: then
+A rank whose own part fails (a shape, memory) keeps answering its peers, without sense, and tells so at the end: then
 all ranks raise, none of them waits in vain, and the group can be used again. A peer that answers nothing ends the wait
 at its deadline, and gloo closes the connections of the one that gave up, so that the others learn it at once.
 """
@@ -23,11 +22,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
-from mindspeed_asyncflow.reshard.boxes import Box
 from mindspeed_asyncflow.reshard.layout import Layout, LocalParam
 from mindspeed_asyncflow.reshard.messages import Copy, Message, ResolvedStep, by_peer, copy, pack, unpack
 from mindspeed_asyncflow.reshard.places import Piece, Places, one_run
@@ -68,15 +65,13 @@ def run(
     group: Any = None,
     memory: DeviceMemory | None = None,
     timeout_s: float = 120.0,
-    after_bucket: Callable[[int], None] | None = None,
 ) -> TransferReport:
     """Fill `target` from the `source` tensors of all ranks. Collective over `group` (None: all ranks).
 
     `rank` is the plan's number of this process and its rank in `group`. `source` and `target` map the parameter names
     of the two layouts to local tensors; rank j of the target layout is rank `target_first` + j, and a rank without a
     part in a layout hands over an empty mapping. `dtype` is what travels and what every target tensor has; sources of
-    another type are cast. `after_bucket(i)` is called when this rank has done its part of bucket i, for the buckets in
-    which it has one. Each wait lasts at most `timeout_s` seconds.
+    another type are cast. Each wait lasts at most `timeout_s` seconds.
 
     Raises `WeightSyncError` on every rank if any rank failed, `DeadlineExceeded` when a peer did not answer; the target
     is then half filled.
@@ -85,7 +80,7 @@ def run(
     mine = source_layout.ranks[here] if here < source_layout.world_size else ()
     wanted = target_layout.ranks[there] if 0 <= there < target_layout.world_size else ()
     transfer = _Run(plan, rank, dtype, device, group, timeout_s)
-    return transfer.run((mine, source), (wanted, target), memory, after_bucket)
+    return transfer.run((mine, source), (wanted, target), memory)
 
 
 Side = tuple[Sequence[LocalParam], Mapping[str, "torch.Tensor"]]  # a rank's part of a layout, and the tensors
@@ -100,9 +95,7 @@ class _Run:
         self._failed: Exception | None = None  # the first failure of this rank's own part
         self._report = TransferReport()
 
-    def run(
-        self, source: Side, target: Side, memory: DeviceMemory | None, after_bucket: Callable[[int], None] | None
-    ) -> TransferReport:
+    def run(self, source: Side, target: Side, memory: DeviceMemory | None) -> TransferReport:
         began = time.monotonic()
         buckets: list[tuple[int, list[ResolvedStep]]] = []
         staging = None
@@ -122,9 +115,9 @@ class _Run:
             for index, steps in buckets:
                 for number, step in enumerate(steps):
                     self._do(step, staging, f"bucket {index}, step {number}")
-                if after_bucket is not None:
-                    self._own_part(partial(after_bucket, index))
             self._agree("after the last bucket")
+            if memory is not None and staging is not None:
+                memory.release(staging)  # not after a failure: a message may still be on its way into it
         finally:
             if memory is not None:
                 memory.forget(BUCKET)
@@ -198,7 +191,7 @@ class _Run:
                 message.tensor = staging[offset : offset + nbytes].view(self._dtype)
                 offset += nbytes
         self._own_part(lambda: pack(step.messages))
-        works = self._start(step.messages)
+        works = self._start(step.messages, where)
         self._own_part(lambda: copy(step.copies))
         self._wait(works, step.messages, where)
         self._own_part(lambda: unpack(step.messages))
@@ -213,7 +206,7 @@ class _Run:
         self._report.messages += len(step.messages)
         self._report.copied_bytes += sum(c.box.size for c in step.copies) * self._dtype.itemsize
 
-    def _start(self, messages: Sequence[Message]) -> list[Any]:
+    def _start(self, messages: Sequence[Message], where: str) -> list[Any]:
         import torch.distributed as dist
 
         if not messages:
@@ -223,7 +216,10 @@ class _Run:
             dist.P2POp(dist.irecv if m.incoming else dist.isend, m.raw(), self._global(m.peer), self._group)
             for m in messages
         ]
-        return dist.batch_isend_irecv(operations)
+        try:
+            return dist.batch_isend_irecv(operations)
+        except RuntimeError as error:  # torch knows no finer type for a connection that is closed already
+            raise WeightSyncError(f"rank {self._rank} lost a peer, {where}: {error}") from error
 
     def _global(self, rank: int) -> int:
         import torch.distributed as dist
@@ -244,7 +240,7 @@ class _Run:
             waited = time.monotonic() - began
             if waited >= 0.9 * self._timeout_s:
                 raise DeadlineExceeded(f"rank {self._rank} waited {waited:.0f} s for {what}") from error
-            raise WeightSyncError(f"rank {self._rank} lost its peer, {what}: {error}") from error
+            raise WeightSyncError(f"rank {self._rank} lost a peer, {what}: {error}") from error
 
     # ---- failing together --------------------------------------------------------------------------------------------
 
@@ -270,21 +266,3 @@ class _Run:
             raise WeightSyncError(f"rank {self._rank} failed {when}: {self._failed}") from self._failed
         if int(lowest) < dist.get_world_size(self._group):
             raise WeightSyncError(f"rank {int(lowest)} failed {when}; its own message says why")
-
-
-def last_use(plan: Plan, rank: int, source_layout: Layout) -> dict[str, int]:
-    """For each source parameter of `rank` the last bucket that reads it, -1 where none does: after that bucket its
-    storage may leave the device."""
-    params = source_layout.ranks[rank] if rank < source_layout.world_size else ()
-    last = {param.name: -1 for param in params}
-    holders: dict[str, list[tuple[Box, str]]] = {}
-    for param in params:
-        for segment in param.segments:
-            holders.setdefault(segment.name, []).append((segment.box, param.name))
-    for bucket in plan.for_rank(rank):
-        for step in bucket.steps:
-            for move in (*step.sends, *step.copies):
-                for box, name in holders.get(move.name, ()):
-                    if box.meet(move.box) is not None:
-                        last[name] = bucket.number
-    return last

@@ -160,7 +160,9 @@ def all_cases() -> list[Case]:
 
 def representative(count: int) -> list[Case]:
     """`count` cases or a few more that show every trait of the matrix, spread over the models."""
-    cases, chosen, shown = all_cases(), [], set()
+    cases = all_cases()
+    chosen: list[Case] = []
+    shown: set[str] = set()
     for case in cases:
         if case.traits - shown or not any(c.model == case.model for c in chosen):
             chosen.append(case)

@@ -122,7 +122,9 @@ def _root(count: int, modules: tuple[str, ...], store: str, pipe: Any) -> None:
 
 
 def _collect(children: list[Any], timeout_s: float) -> tuple[str, Any]:
-    until, values, failed = time.monotonic() + timeout_s, [], []
+    until = time.monotonic() + timeout_s
+    values: list[Any] = []
+    failed: list[str] = []
     for rank, (process, child) in enumerate(children):
         try:
             if not child.poll(max(0.0, until - time.monotonic()) if not failed else 2.0):
@@ -138,7 +140,7 @@ def _collect(children: list[Any], timeout_s: float) -> tuple[str, Any]:
             failed.append(f"rank {rank}:\n{value}")
     if not failed:
         return "ok", values
-    first = [text for text in failed if "lost its peer" not in text] or failed  # others only saw it end
+    first = [text for text in failed if "lost a peer" not in text] or failed  # others only saw it end
     return "failed", "\n".join(first[:2])
 
 
