@@ -62,6 +62,7 @@ class Completion:
     logprobs: np.ndarray  # float32 [L], of the distribution that was sampled from
     finish_reason: str  # stop | length | abort | error
     spans: tuple[VersionSpan, ...]
+    fingerprint: str = ""  # of the version that sampled the last token
 
     @property
     def version_min(self) -> int:

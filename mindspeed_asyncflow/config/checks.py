@@ -153,6 +153,13 @@ def _rollout(c: Config) -> Iterator[Raw]:
             ("trainer.micro_batch_tokens", "data.max_prompt_tokens", "rollout.max_new_tokens"),
             f"the longest sample has {longest} tokens and does not fit into {c.trainer.micro_batch_tokens}",
         )
+    if c.workflow.update == "rolling" and r.replicas < 2:
+        yield (
+            "error",
+            ("workflow.update", "rollout.replicas"),
+            "rolling loads one replica while the others serve, and there is only one; set rollout.replicas to 2 or "
+            "more, or update to delayed or in_flight",
+        )
     if c.dock.lease_s < r.timeout_s:
         yield (
             "error",

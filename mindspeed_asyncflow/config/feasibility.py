@@ -190,8 +190,7 @@ def memory_bytes(config: Config, machine: Machine, model: Mapping[str, Any] | No
     }
     count = parameter_count(model) if model else 0
     width = DTYPE_BYTES[config.model.dtype]
-    # Three versions in the relay.
-    parts["weight relay"] = 3 * count * width
+    parts["weight relay"] = config.workflow.keep_versions * count * width
     if not on_npu(config, machine):
         parts["key/value caches"] = r.replicas * r.kv_cache_mb * MIB
         parts["rollout weights"] = r.replicas * count * width

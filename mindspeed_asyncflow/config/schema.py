@@ -125,7 +125,14 @@ class RewardConfig(Section):
 class WorkflowConfig(Section):
     schedule: Literal["separated"] = Field("separated", description="Trainer and rollout own their devices.")
     max_lag: int = Field(1, ge=0, description="Most trainer versions between sampling a token and training on it.")
-    update: Literal["delayed"] = Field("delayed", description="New weights are loaded at the replica's next boundary.")
+    update: Literal["delayed", "rolling", "in_flight"] = Field(
+        "delayed",
+        description="How replicas come to new weights. delayed: at the next boundary between two batches; rolling: the "
+        "same, one replica at a time; in_flight: at once, running answers go on with them.",
+    )
+    keep_versions: int = Field(
+        3, ge=2, description="Weight versions in shared memory; a replica that loads an older one than that fails."
+    )
     overlap: bool = Field(True, description="false: one task at a time (for comparison); needs max_lag 0.")
     groups_per_step: int = Field(32, ge=1, description="Prompt groups per optimizer step.")
     probe_answers: int = Field(

@@ -182,7 +182,7 @@ METRICS: tuple[Metric, ...] = (
     _timing("reference", "Log-probabilities of the reference policy.", "timing_s/ref"),
     _timing("gen", "Longest generation batch that ended during the step.", "timing_s/gen"),
     _timing("reward", "Longest scoring call that ended during the step.", "timing_s/reward"),
-    _timing("update_weights", "A replica stood still to load and check new weights.", "timing_s/update_weights"),
+    _timing("update_weights", "A replica loaded and checked new weights.", "timing_s/update_weights"),
     # lengths
     *_three("response_length", "tokens", "response length.", SAMPLES, "response_length"),
     Metric("response_length/clip_ratio", "share", "mean", SAMPLES, "response_length/clip_ratio",
@@ -190,13 +190,20 @@ METRICS: tuple[Metric, ...] = (
     *_three("prompt_length", "tokens", "prompt length.", SAMPLES, "prompt_length"),
     # weights
     Metric("weight_sync/publish_s", "s", "last", "", "",
-           "Trainer wrote one version to the relay."),
+           "Trainer ranks wrote the newest version into the relay, beside their next step; slowest rank."),
+    Metric("weight_sync/publish_exposed_s", "s", "last", "", "",
+           "Part of that for which the optimizer had to wait; slowest rank."),
     Metric("weight_sync/load_s", "s", "max", "", "",
            "A replica loaded one version; slowest replica."),
     Metric("weight_sync/bytes", "bytes", "last", "", "",
            "Size of one version."),
+    Metric("weight_sync/unchanged_share", "share", "last", "", "",
+           "Share of the newest version's bytes in shards that are bit for bit those of the version before. 1 after a "
+           "step: the weights did not move (`trainer.lr` too small for bfloat16)."),
     Metric("weight_sync/version", "versions", "last", "", "",
            "Newest version that every replica serves."),
+    Metric("weight_sync/behind_max", "versions", "last", "", "",
+           "Most versions that a replica is behind the newest published one when the step ends."),
     Metric("weight_sync/probe_gap_max", "nat", "max", "", "",
            "Largest |log pi - log mu| on the fixed probe answers, trainer and engine at the same version: numerical "
            "difference only."),

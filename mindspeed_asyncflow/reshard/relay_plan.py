@@ -6,11 +6,13 @@ same boxes share them evenly. The plan follows from the layout alone, so all ran
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.reshard.boxes import Box, subtract, whole
 from mindspeed_asyncflow.reshard.layout import Layout, Segment
+from mindspeed_asyncflow.reshard.relay_table import RelayTable, make_table
 
 # A box larger than this share of a rank's fair load is cut by rows over its holders. The fullest rank then has at most
 # one such share more than the mean of the ranks that hold the same boxes.
@@ -34,6 +36,12 @@ class WritePlan:
 
     shards: dict[str, tuple[Box, ...]]
     ranks: tuple[tuple[Write, ...], ...]
+
+    def table(self, layout: Layout, dtype: str) -> RelayTable:
+        """What a relay holds whose tensors are all stored as `dtype` (torch name)."""
+        shapes = {name: tensor.shape for name, tensor in layout.tensors.items()}
+        writers = {r: [(w.segment.name, w.segment.box) for w in writes] for r, writes in enumerate(self.ranks)}
+        return make_table(shapes, dtype, writers)
 
     def elements(self, rank: int) -> int:
         return sum(write.segment.box.size for write in self.ranks[rank])
@@ -75,7 +83,9 @@ def _holders(layout: Layout) -> dict[str, dict[Box, list[tuple[int, Write]]]]:
                 exact[name][part] = boxes[box]
             left = [rest for free in left for rest in subtract(free, box)]
         if left:
-            raise WeightSyncError(f"layout {layout.label}: rows {left[0].r0} to {left[0].r1} of {name!r} lie on no rank")
+            raise WeightSyncError(
+                f"layout {layout.label}: rows {left[0].r0} to {left[0].r1} of {name!r} lie on no rank"
+            )
     return exact
 
 
@@ -83,7 +93,7 @@ def _cut(box: Box, count: int) -> list[Box]:
     """`box` in `count` parts of about equally many rows."""
     count = max(1, min(count, box.rows))
     edges = [box.r0 + box.rows * i // count for i in range(count + 1)]
-    return [Box(r0, r1, box.c0, box.c1) for r0, r1 in zip(edges, edges[1:])]
+    return [Box(r0, r1, box.c0, box.c1) for r0, r1 in itertools.pairwise(edges)]
 
 
 def _part(write: Write, box: Box) -> Write:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import ray
@@ -12,6 +12,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from mindspeed_asyncflow.errors import WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
+
+ASIDE = "aside"  # Ray's name for the thread of the methods that run beside all others
 
 
 class Host:
@@ -38,8 +40,8 @@ class Remote:
     An exception of the worker arrives as itself; a dead process as `WorkerLost` with the last words it wrote.
     """
 
-    def __init__(self, handle: Any, name: str) -> None:
-        self._handle, self._name = handle, name
+    def __init__(self, handle: Any, name: str, aside: Collection[str] = ()) -> None:
+        self._handle, self._name, self._aside = handle, name, aside
         self.pid = 0
 
     async def build(self, recipe: Callable[..., Any], *args: Any) -> Remote:
@@ -51,8 +53,12 @@ class Remote:
         return await self._await(self._handle.get.remote(attribute))
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
+        send = self._handle.call
+        if method in self._aside:
+            send = send.options(concurrency_group=ASIDE)
+
         async def call(*args: Any) -> Any:
-            return await self._await(self._handle.call.remote(method, *args))
+            return await self._await(send.remote(method, *args))
 
         return call
 
@@ -76,9 +82,14 @@ def _short(error: Exception) -> str:
     return " ".join(line for line in lines if not line.startswith(("class_name", "actor_id", "namespace", "name:")))
 
 
-def spawn(name: str, *, resources: dict[str, float], concurrency: int = 1) -> Remote:
-    """Ask Ray for a process; it takes no CPU share, since a machine may hold more workers than cores."""
-    host = ray.remote(Host).options(
+def spawn(name: str, *, resources: dict[str, float], concurrency: int = 1, aside: Collection[str] = ()) -> Remote:
+    """Ask Ray for a process; it takes no CPU share, since a machine may hold more workers than cores.
+
+    `concurrency` threads serve its calls, one more those of the methods named in `aside`: devices are bound to threads,
+    so a trainer has one thread for all that computes.
+    """
+    groups: dict[str, Any] = {"concurrency_groups": {ASIDE: 1} if aside else {}}
+    host = ray.remote(**groups)(Host).options(
         num_cpus=0, resources=resources, max_concurrency=concurrency, max_restarts=0, name=name
     )
-    return Remote(host.remote(), name)
+    return Remote(host.remote(), name, aside)

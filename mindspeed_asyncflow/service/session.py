@@ -7,7 +7,7 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -63,7 +63,9 @@ class Session:
             f"starting {config.trainer.world_size} trainer rank(s), {config.rollout.replicas} rollout replica(s) "
             f"({config.rollout.engine}), scorer"
         )
-        self.trainers = [self._spawn(f"trainer{r}", {DEVICE: 1}) for r in range(config.trainer.world_size)]
+        self.trainers = [
+            self._spawn(f"trainer{r}", {DEVICE: 1}, aside=("published",)) for r in range(config.trainer.world_size)
+        ]
         self.rollouts = [
             self._spawn(f"rollout{i}", {DEVICE: config.rollout.tensor_parallel}, concurrency=4)
             for i in range(config.rollout.replicas)
@@ -73,14 +75,23 @@ class Session:
         await self._in_time({"trainer0": self.trainers[0].build(wiring.hold_rendezvous_port)})
         port = await self._within(self.trainers[0].get("port"), "trainer0 to name its port")
         starting = {f"rollout{i}": w.build(wiring.build_rollout, spec, i) for i, w in enumerate(self.rollouts)}
+        relay = shm_path("relay")
         starting |= {
-            f"trainer{r}": w.build(wiring.build_trainer, spec, r, port, shm_path("relay"))
-            for r, w in enumerate(self.trainers)
+            f"trainer{r}": w.build(wiring.build_trainer, spec, r, port, relay) for r, w in enumerate(self.trainers)
         }
         starting |= {f"reference{i}": w.build(wiring.build_reference, spec, i) for i, w in enumerate(self.references)}
         starting["scorer"] = self.scorer.build(wiring.build_scorer, spec)
         await self._in_time(starting)
-        self.sync = WeightSync(self.rollouts, config.model.dtype)
+        table = await self._within(self.trainers[0].table(), "trainer0 to describe the relay")
+        self.sync = WeightSync(
+            self.rollouts,
+            config.model.dtype,
+            relay,
+            table,
+            update=config.workflow.update,
+            keep=config.workflow.keep_versions,
+            busy=self.recorder.busy,
+        )
 
     async def _start_dock(self, secret: bytes) -> list[str]:
         """Addresses of the pairs, also left in the run folder for `asyncflow dock`."""
@@ -97,8 +108,8 @@ class Session:
         self.folder.dock.write_text(json.dumps({"addresses": found, "secret": secret.hex()}), encoding="utf-8")
         return found
 
-    def _spawn(self, name: str, resources: dict[str, float] | None = None, concurrency: int = 1) -> Remote:
-        worker = spawn(name, resources=resources or {}, concurrency=concurrency)
+    def _spawn(self, name: str, resources: dict[str, float] | None = None, **threads: Any) -> Remote:
+        worker = spawn(name, resources=resources or {}, **threads)
         self.workers.append(worker)
         return worker
 
@@ -125,15 +136,15 @@ class Session:
         await self._within(self.sync.bring_all_up(), "the replicas to load the newest weights")
 
     async def prepare(self, say: Callable[[str], None]) -> None:
-        """Version 0: probe answers, the first publication, the check that both sides agree, the first evaluation."""
+        """Version 0: probe answers, the first publication, loaded and checked by all replicas, the first evaluation."""
         say("checking weights of trainer and rollout")
         await self._choose_probe()
         starting = asyncio.gather(*(t.start(0, self.sync.probe) for t in self.trainers))
-        first = await self._within(starting, "the trainer ranks to publish the starting weights")
-        manifest = next(f.manifest for f in first if f.manifest is not None)
-        self.sync.publish(manifest, next((f.probe for f in first if f.probe), []))
-        checks = asyncio.gather(*(self.sync.check(i) for i in range(len(self.rollouts))))
-        await self._within(checks, "the replicas to score the probe answers")
+        first = await self._within(starting, "the trainer ranks to score the probe answers")
+        writing = asyncio.gather(*(t.published(0) for t in self.trainers))
+        shards = await self._within(writing, "the trainer ranks to publish the starting weights")
+        self.sync.publish(shards, next((f.probe for f in first if f.probe), []))
+        await self.bring_all_up()
         if self.config.evaluation.prompts and self.prompts.heldout:
             say("evaluating held-out prompts")
             self.recorder.evaluated(0, await self.evaluate())

@@ -19,6 +19,7 @@ from mindspeed_asyncflow.observe.trace import Tracer, configure
 from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.platforms.ports import HeldPort, hold_port
 from mindspeed_asyncflow.records import SamplingSpec
+from mindspeed_asyncflow.workflow.publisher import Publisher
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
 from mindspeed_asyncflow.workflow.workers import ReferenceWorker, RolloutWorker, ScoreWorker
 
@@ -145,6 +146,7 @@ def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay_path: str
     from mindspeed_asyncflow.algorithms.policy_loss import make_policy_loss
     from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
     from mindspeed_asyncflow.reshard.relay import RelayWriter
+    from mindspeed_asyncflow.reshard.relay_plan import write_plan
 
     name, config = f"trainer{rank}", spec.config
     tracer = _enter(spec, name)
@@ -166,13 +168,24 @@ def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay_path: str
         platform=config.run.platform,
         held_port=_held if rank == 0 else None,
     )
+    plan = write_plan(engine.layout)
+    relay = RelayWriter(
+        relay_path,
+        plan.table(engine.layout, config.model.dtype),
+        rank,
+        range(config.trainer.world_size),
+        config.workflow.keep_versions,
+    )
+    publisher = Publisher(
+        engine.shards, plan.ranks[rank], relay, name=name, timeout_s=config.workflow.watchdog_s, tracer=tracer
+    )
     return TrainWorker(
         engine,
         _dock(spec),
         config.algorithm,
         name=name,
         replica=replica_of(config, rank),
-        relay=RelayWriter(relay_path) if rank == 0 else None,
+        publisher=publisher,
         tracer=tracer,
     )
 

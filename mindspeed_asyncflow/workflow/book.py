@@ -39,13 +39,13 @@ class StepBook:
         self._ended = False
         self._changed = asyncio.Condition()
 
-    def make_groups(self, issues: Sequence[Issue]) -> list[list[PromptRow]]:
-        """Rows of new groups, with the next group ids."""
+    def make_groups(self, batch: int, issues: Sequence[Issue]) -> list[list[PromptRow]]:
+        """Rows of new groups of `batch`, with the next group ids."""
         groups = []
         for issue in issues:
             group_id = self.next_group
             self.next_group += 1
-            self._issues[group_id] = issue
+            self._issues[group_id], self._batch_of[group_id] = issue, batch
             groups.append(
                 [
                     PromptRow(
@@ -62,7 +62,6 @@ class StepBook:
             pending = self._pending.setdefault(batch, set())
             for group in groups:
                 pending.add(group[0].group_id)
-                self._batch_of[group[0].group_id] = batch
                 self.epoch = max(self.epoch, group[0].epoch)
             self._batches = max(self._batches, batch + 1)
             self._changed.notify_all()
@@ -82,6 +81,10 @@ class StepBook:
     def pending(self, batch: int) -> list[int]:
         """Group ids of `batch` that are neither trained nor dropped, in issue order."""
         return sorted(self._pending.get(batch, ()))
+
+    def last_batch(self, group_ids: Sequence[int]) -> int:
+        """Newest batch of these groups, those that have left it not counted; 0 where none is left."""
+        return max((self._batch_of.get(g, 0) for g in group_ids), default=0)
 
     def close_group(self, group_id: int) -> tuple[int, Issue]:
         """The group is trained or dropped; returns its batch and prompt."""

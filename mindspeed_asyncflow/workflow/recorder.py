@@ -31,14 +31,19 @@ class BusyClock:
         self._clock = clock
         self._total: defaultdict[str, float] = defaultdict(float)
         self._since: dict[str, float] = {}
+        self._depth: Counter[str] = Counter()  # a replica may load weights while it answers
 
     @contextlib.contextmanager
     def __call__(self, side: str) -> Iterator[None]:
-        self._since[side] = self._clock()
+        self._depth[side] += 1
+        if self._depth[side] == 1:
+            self._since[side] = self._clock()
         try:
             yield
         finally:
-            self._total[side] += self._clock() - self._since.pop(side)
+            self._depth[side] -= 1
+            if not self._depth[side]:
+                self._total[side] += self._clock() - self._since.pop(side)
 
     def seconds(self, side: str) -> float:
         running = self._clock() - self._since[side] if side in self._since else 0.0
@@ -92,10 +97,9 @@ class StepRecorder:
         self.ended = time.perf_counter()
         self.ended_busy = {s: self.busy.seconds(s) for s in self.sides}
 
-    def generated(self, report: RolloutReport, load_s: float) -> None:
+    def generated(self, report: RolloutReport) -> None:
         self._generated_tokens += report.tokens
         self._times["gen"] = max(self._times["gen"], report.busy_s)
-        self._times["update_weights"] = max(self._times["update_weights"], load_s)
 
     def scored(self, report: ScoreReport) -> None:
         self._scores.update(report.rewards)
@@ -153,6 +157,7 @@ class StepRecorder:
         self.lags.update(self._lag_oldest)
         self._trained_tokens += self._tokens
         metrics = reduce_sums([*self._parts, self._sample_parts()] if self._step_rewards else self._parts)
+        self._times["update_weights"] = sync.step_still_s
         metrics |= self._reward_metrics() | self._times_of(finish, wall)
         metrics |= {
             "actor/grad_norm": optim.grad_norm,
@@ -162,11 +167,14 @@ class StepRecorder:
             "perf/tokens_per_s": self._tokens / wall,
             "perf/gen_tokens_per_s": self._generated_tokens / wall,
             "perf/host_memory_bytes": float(psutil.virtual_memory().used),
-            "weight_sync/publish_s": max(f.publish_s for f in finish),
+            "weight_sync/publish_s": sync.publish_s,
+            "weight_sync/publish_exposed_s": max(f.waited_s for f in finish),
             "weight_sync/version": min(sync.served),
+            "weight_sync/behind_max": max(sync.behind()),
             "weight_sync/probe_gap_max": sync.step_gap,
             "weight_sync/load_s": sync.step_load_s,
-            "weight_sync/bytes": next(f.manifest.nbytes for f in finish if f.manifest is not None),
+            "weight_sync/bytes": sync.table.slot_bytes,
+            "weight_sync/unchanged_share": sync.unchanged_share,
             "data/epoch": book.epoch,
             "samples/issued": window.issued,
             "samples/trained": window.trained,
@@ -177,6 +185,7 @@ class StepRecorder:
         }
         waiting = waiting_rows(stats)
         get_tracer().counter("dock: rows that wait", **waiting)
+        get_tracer().counter("versions behind", **{f"rollout{i}": n for i, n in enumerate(sync.behind())})
         metrics |= self._idle(wall) | {f"queue/{task}": float(n) for task, n in waiting.items()}
         metrics |= dock_gauges(stats) | self._pending_eval
         sync.new_step()
@@ -205,7 +214,7 @@ class StepRecorder:
 
     def _times_of(self, finish: Sequence[FinishReport], wall: float) -> dict[str, float]:
         times = {f"timing_s/{name}": float(value) for name, value in self._times.items()}
-        return times | {"timing_s/step": wall, "timing_s/optim_step": max(f.busy_s - f.publish_s for f in finish)}
+        return times | {"timing_s/step": wall, "timing_s/optim_step": max(f.busy_s - f.waited_s for f in finish)}
 
     def _idle(self, wall: float) -> dict[str, float]:
         busy = {s: self.busy.seconds(s) - self._busy_mark[s] for s in self.sides}

@@ -2,19 +2,23 @@
 
           feed ──put──► [dock] ──► rollout × R ──► [dock] ──► score ──► [dock] ──► train ──► weights
            ▲                                        └──► reference (if kl_coef > 0) ──┘         │
-           └───────────── window opens when a version is published ◄────────────────────────────┘
+           └───────── window opens when a version is published ◄── [relay] ◄── publish ◄────────┘
 
     loop        consumes                    waits for                          unblocked by
-    feed        prompts of the data stream  batch j <= version + max_lag       train (publishes a version)
-    rollout     task `rollout`, groups      groups put; newest weights loaded  feed; weights in the relay
+    feed        prompts of the data stream  batch j <= published + max_lag     publish
+    rollout     task `rollout`, groups      groups put; weights loaded         feed; publish
+    update      published versions          the next one (`in_flight` only)    publish
     score       task `reward`, groups       answers of a whole group           rollout
     reference   task `reference`, groups    answers of a whole group           rollout
     train       task `train`, groups        scored groups of batch `step`      score (and reference)
+    publish     versions that train made    every rank wrote its shards        train
     watchdog    -                           no progress for watchdog_s         ends the run, names who waits for whom
 
-Loops carry row ids; only workers touch tensors. Step k trains batch k at version k and publishes version k+1. With
-max_lag 0 the loops are the synchronous run: a replica gets its whole share of a batch as one call, and the trainer
-takes groups in issue order in chunks of fixed size, so that a seed fixes every bit.
+Loops carry row ids; only workers touch tensors. Step k trains batch k at version k and makes version k+1. Trainer ranks
+write it to the relay while they train step k+1, so publish runs beside train; only the next optimizer step waits for
+it. How a replica comes to new weights (`workflow.update`) is in `weight_sync.py`. With max_lag 0 the loops are the
+synchronous run: a replica gets its whole share of a batch as one call, and the trainer takes groups in issue order in
+chunks of fixed size, so that a seed fixes every bit.
 """
 
 from __future__ import annotations
@@ -71,15 +75,18 @@ class Run:
         self.sync, self.recorder, self.evaluate, self.save = sync, recorder, evaluate, save
         self.window = StalenessWindow(config.workflow.max_lag)
         self.book = StepBook(config.algorithm.group_size)
+        self.made: asyncio.Queue[tuple[int, Sequence[FinishReport]]] = asyncio.Queue()  # versions to publish
         self.step = 0
         self.bad_steps = 0
         self.progress_at = time.monotonic()
 
     async def train(self) -> None:
         """Run all loops until the last step is trained or the data ends; raise the first error of any loop."""
-        loops = [self.feed_loop(), self.score_loop(), self.watchdog(), self.train_loop()]
+        loops = [self.feed_loop(), self.score_loop(), self.watchdog(), self.train_loop(), self.publish_loop()]
         loops += [self.rollout_loop(i) for i in range(len(self.rollouts))]
         loops += [self.reference_loop(i) for i in range(len(self.references))]
+        if self.config.workflow.update == "in_flight":
+            loops += [self.sync.follow(i) for i in range(len(self.rollouts))]
         tasks = [asyncio.create_task(loop) for loop in loops]
         trained = tasks[3]
         try:
@@ -107,7 +114,7 @@ class Run:
         await self.book.end()
 
     async def put(self, batch: int, issues: Sequence[Issue]) -> None:
-        groups = self.book.make_groups(issues)
+        groups = self.book.make_groups(batch, issues)
         with get_tracer().span("feed/put", lane="feed", step=batch, groups=len(groups)):
             await asyncio.to_thread(self.dock.put_groups, PARTITION, groups)
         self.window.issued += sum(len(g) for g in groups)
@@ -137,10 +144,12 @@ class Run:
     async def generate(self, index: int, groups: int, **which: Any) -> None:
         """One generation batch; before it lies the boundary where a replica loads new weights."""
         claim = await self.claim("rollout", groups, worker=f"rollout{index}", **which)
-        with self.recorder.busy(f"rollout{index}"):
-            load_s = await self.sync.bring_up(index) if self.sync.is_behind(index) else 0.0
-            report = await self.rollouts[index].generate(claim.claim_id, rows_of(claim))
-        self.recorder.generated(report, load_s)
+        needed = self.window.needed_for(self.book.last_batch(claim.group_ids.tolist()))
+        async with self.sync.boundary(index, needed) as since:
+            with self.recorder.busy(f"rollout{index}"):
+                report = await self.rollouts[index].generate(claim.claim_id, rows_of(claim))
+        self.sync.check_served(index, since, report.served)
+        self.recorder.generated(report)
         self.progressed()
 
     async def score_loop(self) -> None:
@@ -180,7 +189,7 @@ class Run:
             self.step = step
             if not await self.book.wait_for_batch(step):
                 self.recorder.data_ended(step)
-                return
+                break
             rows = samples = tokens = 0
             while self.book.pending(step):
                 claim = await self.claim_to_train(step)
@@ -192,10 +201,22 @@ class Run:
                 samples, tokens = samples + got_samples, tokens + got_tokens
             with self.recorder.busy("trainer"):
                 finish = await self.all_ranks("finish", step + 1, tokens, samples)
-            await self.published(step, finish)
+            self.count_bad(finish[0])
+            self.window.advance(step + 1)
+            self.made.put_nowait((step + 1, finish))
             self.window.trained += rows
             await self.recorder.step_done(step, finish, self.window, self.book, self.sync, await self.stats())
             await self.after_step(step)
+        await self.window.wait_published(self.window.version)
+
+    async def publish_loop(self) -> None:
+        """Versions to the relay: when every rank has written its shards, replicas may load and the window opens."""
+        while True:
+            version, finish = await self.made.get()
+            shards = await self.all_ranks("published", version)
+            self.sync.publish(shards, next((f.probe for f in finish if f.probe), []), finish[0].optim)
+            await self.window.publish(version)
+            self.progressed()
 
     async def claim_to_train(self, step: int) -> Claim | None:
         """The next groups of this step; here, and only here, the staleness law is enforced."""
@@ -249,15 +270,6 @@ class Run:
         self.dock.done(claim.claim_id)
         self.dock.free(claim.rows)
 
-    async def published(self, step: int, finish: Sequence[FinishReport]) -> None:
-        """Version step+1 exists: replicas may load it and the next batch may be issued."""
-        self.count_bad(finish[0])
-        manifest = next(f.manifest for f in finish if f.manifest is not None)
-        probe = next((f.probe for f in finish if f.probe), [])
-        self.sync.publish(manifest, probe)
-        await self.window.advance(step + 1)
-        self.progressed()
-
     def count_bad(self, finish: FinishReport) -> None:
         if not finish.optim.bad_tensor:
             self.bad_steps = 0
@@ -273,6 +285,7 @@ class Run:
         every, save_every = self.config.evaluation.every, self.config.trainer.save_every
         last = step + 1 == self.config.trainer.steps
         if every and (step + 1) % every == 0 and not last:
+            await self.window.wait_published(step + 1)
             self.recorder.evaluated(step + 1, await self.evaluate())
         if save_every and (step + 1) % save_every == 0 and not last:
             await self.save(step + 1)
@@ -288,7 +301,7 @@ class Run:
                 open_groups = ", ".join(f"step {b}: {n} groups" for b, n in self.book.open_batches())
                 raise DeadlineExceeded(
                     f"no progress for {idle:.0f} s (workflow.watchdog_s {limit:g}) in step {self.step}; "
-                    f"open: {open_groups or 'nothing'}\n{waiting}"
+                    f"open: {open_groups or 'nothing'}\n{self.sync.describe()}\n{waiting}"
                 )
 
     async def all_ranks(self, method: str, *args) -> list[Any]:

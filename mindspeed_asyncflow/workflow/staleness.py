@@ -5,13 +5,17 @@
 
 The trainer version rises by one per global batch. The law is *guaranteed* in one place: the claim of the `train`
 task passes `oldest_allowed()` as its bound, and the controller drops what is older. Admission only makes drops rare:
-batch j (the prompts of step j) may be issued once `j <= version + max_lag`, so that at most (max_lag + 1) batches
+batch j (the prompts of step j) may be issued once `j <= published + max_lag`, so that at most (max_lag + 1) batches
 are between issue and training.
 
-Why that suffices when every replica loads version v before it samples for a batch issued after v was published:
-batch j is issued at version >= j - max_lag and trained at version j, so its lag is at most max_lag. Example with
-max_lag 1: batches 0 and 1 are issued at version 0, batch 2 at version 1, batch 3 at version 2: iterations sample with
-versions 0, 0, 1, 2 and train at 0, 1, 2, 3, a lag of 0 once and 1 ever after.
+Two versions are told apart. `version` is the trainer's: it rises with the optimizer step, and the law counts from it.
+`published` is the newest one that replicas can load: it follows when all trainer ranks have written their shards,
+while the trainer is in its next step already. published <= version, so admission is never ahead of the law.
+
+Why that suffices when every replica serves at least `needed_for(j)` before it samples for batch j: batch j is issued
+at published >= j - max_lag and trained at version j, so its lag is at most max_lag. Example with max_lag 1: batches 0
+and 1 are issued at version 0, batch 2 at version 1, batch 3 at version 2: iterations sample with versions 0, 0, 1, 2
+and train at 0, 1, 2, 3, a lag of 0 once and 1 ever after.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ class StalenessWindow:
 
     def __init__(self, max_lag: int, version: int = 0) -> None:
         self.max_lag = max_lag
-        self.version = version  # of the newest published weights; equals the step trained next
+        self.version = version  # of the trainer; equals the step trained next
+        self.published = version  # newest version that replicas can load
         self.issued = 0  # samples
         self.trained = 0  # samples
         self.dropped: Counter[str] = Counter()  # samples by reason
@@ -37,21 +42,36 @@ class StalenessWindow:
         return self.issued - self.trained - sum(self.dropped.values())
 
     def may_issue(self, batch: int) -> bool:
-        return batch <= self.version + self.max_lag
+        return batch <= self.published + self.max_lag
 
     def oldest_allowed(self) -> int:
         """The bound that the claim of the `train` task enforces."""
         return self.version - self.max_lag
 
+    def needed_for(self, batch: int) -> int:
+        """Oldest version that may sample for `batch`: what is older would be dropped when step `batch` claims it."""
+        return batch - self.max_lag
+
     async def wait_to_issue(self, batch: int) -> None:
-        """Wait until `batch` may be issued; what unblocks it is `advance`."""
+        """Wait until `batch` may be issued; what unblocks it is `publish`."""
         async with self._opened:
             await self._opened.wait_for(lambda: self.may_issue(batch))
 
-    async def advance(self, version: int) -> None:
-        """Weights of `version` are published: admission of the next batch may go on."""
+    async def wait_published(self, version: int) -> None:
+        """Wait until replicas can load `version`; what unblocks it is `publish`."""
+        async with self._opened:
+            await self._opened.wait_for(lambda: self.published >= version)
+
+    def advance(self, version: int) -> None:
+        """The trainer made `version`: the law counts from it at once."""
         if version != self.version + 1:
             raise ValueError(f"version must rise by one per global batch: {self.version} -> {version}")
+        self.version = version
+
+    async def publish(self, version: int) -> None:
+        """Replicas can load `version`: admission of the next batch may go on."""
+        if not self.published < version <= self.version:
+            raise ValueError(f"version {version} cannot be published: {self.published} is, {self.version} is trained")
         async with self._opened:
-            self.version = version
+            self.published = version
             self._opened.notify_all()

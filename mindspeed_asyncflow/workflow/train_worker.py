@@ -15,9 +15,9 @@ from mindspeed_asyncflow.config.schema import AlgorithmConfig
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.engines.base import TrainEngine
 from mindspeed_asyncflow.observe.trace import Tracer
-from mindspeed_asyncflow.records import OptimReport, TrainSample, WeightManifest
-from mindspeed_asyncflow.reshard.relay import RelayWriter
+from mindspeed_asyncflow.records import OptimReport, TrainSample
 from mindspeed_asyncflow.workflow.batcher import pack
+from mindspeed_asyncflow.workflow.publisher import Publisher, RankShards
 
 TRAIN_COLUMNS = ["prompt_ids", "response_ids", "rollout_logprobs", "advantage", "finish"]
 CUT_OFF = 1  # code of the `finish` column for an answer that ended at the length limit
@@ -34,17 +34,16 @@ class ChunkReport:
 
 @dataclass(frozen=True, slots=True)
 class FinishReport:
-    """The end of a global batch: what the optimizer did and the weights that came of it."""
+    """The end of a global batch: what the optimizer did and the probe of the weights that came of it."""
 
     optim: OptimReport
-    manifest: WeightManifest | None  # from rank 0
     probe: list[np.ndarray]  # log-probabilities of the probe answers at the new version, float32 [L] each
-    busy_s: float
-    publish_s: float
+    busy_s: float  # waiting included
+    waited_s: float  # for the version before to be written
 
 
 class TrainWorker:
-    """One trainer rank. All ranks get the same calls in the same order."""
+    """One trainer rank. All ranks get the same calls in the same order; `published` runs beside the others."""
 
     def __init__(
         self,
@@ -54,11 +53,11 @@ class TrainWorker:
         *,
         name: str,
         replica: int,
-        relay: RelayWriter | None,
+        publisher: Publisher,
         tracer: Tracer,
     ) -> None:
         self.engine, self.dock, self.algorithm, self.name = engine, dock, algorithm, name
-        self.replica, self.relay, self.tracer = replica, relay, tracer
+        self.replica, self.publisher, self.tracer = replica, publisher, tracer
         self.probe: list[tuple[np.ndarray, np.ndarray]] = []
         self.columns = TRAIN_COLUMNS + (["ref_logprobs"] if algorithm.kl_coef > 0 else [])
 
@@ -114,32 +113,30 @@ class TrainWorker:
         return samples, columns["finish"]
 
     def finish(self, version: int, tokens: int, sequences: int) -> FinishReport:
-        """One optimizer step over everything accumulated, then publish `version` to the relay."""
+        """One optimizer step over everything accumulated; its weights, `version`, start on their way to the relay."""
         began = time.perf_counter()
         # Without trained tokens there is nothing to step on: the engine leaves weights and schedule as they are.
         denominator = loss_denominator(self.algorithm.aggregation, tokens, sequences) if tokens else 0.0
+        with self.tracer.span("train/wait_published", lane=self.name):
+            waited_s = self.publisher.settle()
         with self.tracer.span("train/optimizer", lane=self.name, version=version):
             optim = self.engine.optim_step(denominator)
-        manifest, publish_s = self._publish(version)
-        probe = self._probe()
-        return FinishReport(optim, manifest, probe, time.perf_counter() - began, publish_s)
+        self.publisher.start(version)
+        return FinishReport(optim, self._probe(), time.perf_counter() - began, waited_s)
 
     def start(self, version: int, probe: Sequence[tuple[np.ndarray, np.ndarray]]) -> FinishReport:
-        """Publish the starting weights and remember the probe answers."""
+        """The starting weights on their way to the relay; remember the probe answers."""
         self.probe = list(probe)
-        manifest, publish_s = self._publish(version)
-        return FinishReport(OptimReport(True, 0.0, 0.0), manifest, self._probe(), 0.0, publish_s)
+        self.publisher.start(version)
+        return FinishReport(OptimReport(False, 0.0, 0.0), self._probe(), 0.0, 0.0)
 
-    def _publish(self, version: int) -> tuple[WeightManifest | None, float]:
-        began = time.perf_counter()
-        with self.tracer.span("train/publish", lane=self.name, version=version):
-            weights = self.engine.export_weights()
-            if self.relay is None:  # takes part in the collectives only
-                for _ in weights:
-                    pass
-                return None, time.perf_counter() - began
-            manifest = self.relay.publish(version, weights)
-        return manifest, time.perf_counter() - began
+    def table(self) -> bytes:
+        """What the relay holds, as text; the same on every rank."""
+        return self.publisher.relay.table.text
+
+    def published(self, version: int) -> RankShards:
+        """What this rank wrote of `version`, as soon as all of it is in the relay."""
+        return self.publisher.result(version)
 
     def _probe(self) -> list[np.ndarray]:
         if not self.probe:
@@ -158,13 +155,12 @@ class TrainWorker:
         with self.tracer.span("train/save", lane=self.name):
             self.engine.save_checkpoint(str(Path(folder) / "trainer"), extra)
             self.engine.save_hf(str(Path(folder) / "hf"))
-            if self.relay is not None:
+            if self.name == "trainer0":
                 (Path(folder) / "extra.json").write_text(json.dumps(extra))
 
     def close(self) -> None:
+        self.publisher.close()
         self.engine.close()
-        if self.relay is not None:
-            self.relay.close()
         self.dock.close()
         self.tracer.close()
 

@@ -1,26 +1,47 @@
-"""The delayed update: who has which version, and proof that what is served is what was trained.
+"""Who serves which version: the three ways to bring a replica up, and proof that what is served is what was trained.
 
-The trainer publishes a version to the relay and goes on at once. A replica loads the newest version at its next
-boundary, between two generation batches. After each load a fixed set of probe answers is scored by the replica and
-compared with the trainer's log-probabilities of the same version; a fingerprint or a gap that does not fit stops the
-run.
+    update      a replica loads                          while it loads
+    delayed     the newest version, at its boundary      the others do not notice
+    rolling     the same, one replica at a time          the others go on answering with what they have
+    in_flight   a version as soon as it is published     its running requests are frozen and go on with the new weights
+
+A *boundary* lies between two generation batches of a replica. In the first two ways nothing changes inside a batch. In
+`rolling` a replica that finds another one loading answers its batch with the older version, unless the lag law forbids
+that for this batch: then it waits for its turn. (With max_lag 0 the law always forbids it.)
+
+Proof, in three places:
+- after each load the fingerprint of the loaded bytes, and the log-probabilities of a fixed set of probe answers, are
+  compared with the trainer's at the same version;
+- with every batch of answers a replica reports which (version, fingerprint) pairs it served. A pair that was never
+  published, or a version older than the replica had when the batch began, stops the run: that version is never older
+  than `batch - workflow.max_lag`, so this is the rule "served weights must move" for every way of updating;
+- a new version with the bytes of the one before, although the optimizer took a step, stops the run in float32 (the
+  bytes are the weights, so training does nothing). In bfloat16 a small step can round away in all weights while the
+  float32 masters move: this is a warning, and an error after `UNMOVED_LIMIT` versions in a row.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from mindspeed_asyncflow.errors import WeightSyncError
-from mindspeed_asyncflow.records import UpdateReport, WeightManifest
+from mindspeed_asyncflow.observe.log import get_logger
+from mindspeed_asyncflow.records import OptimReport, UpdateReport, WeightManifest
+from mindspeed_asyncflow.reshard.relay import assemble
+from mindspeed_asyncflow.reshard.relay_table import table_from_text
+from mindspeed_asyncflow.workflow.publisher import RankShards
 
 # A correct load differs by rounding only: about 1e-5 in float32, up to 0.3 in bfloat16 (30 layers). The fingerprint
 # proves that the right bytes were loaded; this finds an engine that computes something else with them.
-GAP_LIMIT = {"float32": 1e-3, "bfloat16": 0.5}
+GAP_LIMIT = {"float32": 1e-3, "bfloat16": 0.5}  # nat
+UNMOVED_LIMIT = {"float32": 1, "bfloat16": 10}  # versions in a row
+NOTHING = -1  # version of a replica that has loaded none yet
 
 
 class ServesWeights(Protocol):
@@ -30,36 +51,157 @@ class ServesWeights(Protocol):
 
 
 class WeightSync:
-    def __init__(self, replicas: Sequence[ServesWeights], dtype: str) -> None:
-        self.replicas = replicas
-        self.limit = GAP_LIMIT[dtype]
-        self.served = [0] * len(replicas)  # version of each replica
+    """Lives in the driver's event loop.
+
+    `relay` is the path of the node's relay, `table` what it holds (`RelayTable.text`), `keep` how many versions of it
+    (`workflow.keep_versions`).
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[ServesWeights],
+        dtype: str,
+        relay: str,
+        table: bytes,
+        *,
+        update: str = "delayed",
+        keep: int = 3,
+        busy: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ) -> None:
+        self.replicas, self.update, self.keep, self.busy = list(replicas), update, keep, busy
+        self.relay, self.table = relay, table_from_text(table)
+        self.limit, self.unmoved_limit = GAP_LIMIT[dtype], UNMOVED_LIMIT[dtype]
+        self.served = [NOTHING] * len(replicas)  # version of each replica
         self.newest: WeightManifest | None = None
         self.probe: list[tuple[np.ndarray, np.ndarray]] = []
-        self._expected: dict[int, list[np.ndarray]] = {}  # trainer's log-probabilities by version
+        self._expected: list[np.ndarray] = []  # trainer's log-probabilities at the newest version
+        self._fingerprints: dict[int, str] = {}  # of every version that may still be reported
+        self._held = [asyncio.Lock() for _ in replicas]  # one who loads; delayed and rolling: or answers a batch
+        self._turn = asyncio.Lock()  # rolling: the one that loads
+        self._turns = 0  # that load or wait for the turn
+        self._news = [asyncio.Event() for _ in replicas]
+        self._since: dict[int, int] = {}  # replicas that answer a batch: version at its beginning
+        self._loading: dict[int, tuple[int, float]] = {}  # version and begin of running loads
+        self._unmoved = 0
+        self.unchanged_share = self.publish_s = 0.0  # of the newest version: share of its bytes, slowest rank's time
         self.gap_max = 0.0  # nat, over the whole run
         self.new_step()
 
     def new_step(self) -> None:
-        """Largest gap and load time are counted anew."""
-        self.step_gap = self.step_load_s = 0.0
+        """Largest gap, load time and still time are counted anew."""
+        self.step_gap = self.step_load_s = self.step_still_s = 0.0
 
-    def publish(self, manifest: WeightManifest, expected: list[np.ndarray]) -> None:
-        """The trainer wrote a version; replicas may load it from now on."""
-        self.newest = manifest
-        self._expected[manifest.version] = expected
-        for version in [v for v in self._expected if v < min(self.served) and v != manifest.version]:
-            del self._expected[version]
+    # ---- trainer side ------------------------------------------------------------------------------------------------
+
+    def publish(
+        self, ranks: Sequence[RankShards], expected: list[np.ndarray], optim: OptimReport | None = None
+    ) -> None:
+        """All trainer ranks wrote their shards of a version: replicas may load it from now on.
+
+        `expected`: the trainer's log-probabilities of the probe answers. `optim`: the step that made the version.
+        """
+        manifest = assemble(ranks[0].version, self.table, self.relay, [r.checksums for r in ranks])
+        self.publish_s = max(r.seconds for r in ranks)
+        if self.newest is not None and optim is not None:
+            self.unchanged_share = unchanged_share(self.newest, manifest)
+            self._check_moved(self.newest, manifest, optim)
+        self.newest, self._expected = manifest, expected
+        self._fingerprints[manifest.version] = manifest.fingerprint
+        in_use = [v for v in self.served if v != NOTHING] + list(self._since.values())
+        for version in [v for v in self._fingerprints if v < min(in_use, default=0)]:
+            del self._fingerprints[version]
+        for news in self._news:
+            news.set()
+
+    def _check_moved(self, before: WeightManifest, now: WeightManifest, optim: OptimReport) -> None:
+        stepped = optim.applied and optim.grad_norm > 0 and optim.lr > 0
+        if not stepped or now.fingerprint != before.fingerprint:
+            self._unmoved = 0
+            return
+        self._unmoved += 1
+        said = (
+            f"version {now.version} has the same bytes as version {before.version}, although the optimizer took a step "
+            f"(gradient norm {optim.grad_norm:.3g}, rate {optim.lr:.3g})"
+        )
+        if self._unmoved >= self.unmoved_limit:
+            raise WeightSyncError(
+                f"weights do not move: {said}, {self._unmoved} in a row; the step is too small for model.dtype (raise "
+                "trainer.lr), or what is published is not what is trained"
+            )
+        get_logger("weights").warning("%s: a step this small rounds away; trainer.lr may be too low", said)
+
+    # ---- rollout side ------------------------------------------------------------------------------------------------
 
     def is_behind(self, index: int) -> bool:
         return self.newest is not None and self.newest.version > self.served[index]
 
-    async def bring_up(self, index: int) -> float:
-        """Load the newest version into replica `index` and check it; returns the seconds that it stood still."""
+    @contextlib.asynccontextmanager
+    async def boundary(self, index: int, needed: int) -> AsyncIterator[int]:
+        """Replica `index` is between two batches and will answer, inside, one that needs at least version `needed`.
+
+        Loads new weights as `update` says, and yields the version that the batch begins with. Outside `in_flight` no
+        other caller can change the replica's weights before the block ends.
+        """
+        async with self._held[index] if self.update != "in_flight" else contextlib.nullcontext():
+            if self.update == "in_flight":
+                if self.served[index] < needed:
+                    await self.bring_up(index)
+            elif self.is_behind(index) and not self._may_skip(index, needed):
+                await self._load_newest(index)
+            self._since[index] = self.served[index]
+            try:
+                yield self.served[index]
+            finally:
+                del self._since[index]
+
+    def _may_skip(self, index: int, needed: int) -> bool:
+        """Rolling: another replica loads, and this batch may be answered with the older version."""
+        return self.update == "rolling" and self._turns > 0 and self.served[index] >= max(needed, 0)
+
+    async def follow(self, index: int) -> None:
+        """In flight: load every version as soon as it is published, or the newest of several. Never ends."""
+        while True:
+            await self._news[index].wait()
+            self._news[index].clear()
+            await self.bring_up(index)
+
+    async def bring_up(self, index: int) -> None:
+        """Replica `index` loads the newest version at its next boundary (in flight: now), if it is behind."""
+        async with self._held[index]:
+            await self._load_newest(index)
+
+    async def bring_all_up(self) -> None:
+        """Every replica serves the newest version (start, evaluation, end of run)."""
+        await asyncio.gather(*(self.bring_up(i) for i in range(len(self.replicas)) if self.is_behind(i)))
+
+    async def _load_newest(self, index: int) -> None:
+        self._turns += 1
+        try:
+            async with self._turn if self.update == "rolling" else contextlib.nullcontext():
+                if self.is_behind(index):
+                    with self.busy(f"rollout{index}"):
+                        await self._load(index)
+        finally:
+            self._turns -= 1
+
+    async def _load(self, index: int) -> None:
+        assert self.newest is not None, "loading follows publish"
+        manifest, expected = self.newest, self._expected
         began = time.perf_counter()
-        manifest = self.newest
-        assert manifest is not None, "bring_up follows publish"
-        report = await self.replicas[index].load(manifest)
+        self._loading[index] = (manifest.version, began)
+        try:
+            report = await self.replicas[index].load(manifest)
+        except WeightSyncError as error:
+            newest = self.newest.version
+            if newest - manifest.version < self.keep - 1:
+                raise
+            raise WeightSyncError(
+                f"rollout{index} was loading version {manifest.version} when it was dropped: version "
+                f"{newest} is published and the relay keeps {self.keep} (workflow.keep_versions); raise "
+                f"it, or lower workflow.max_lag ({error})"
+            ) from error
+        finally:
+            del self._loading[index]
         if report.version != manifest.version or report.fingerprint != manifest.fingerprint:
             raise WeightSyncError(
                 f"rollout{index} loaded version {report.version} ({report.fingerprint}) where the trainer published "
@@ -67,23 +209,64 @@ class WeightSync:
             )
         self.served[index] = report.version
         self.step_load_s = max(self.step_load_s, report.load_s)
-        await self.check(index)
-        return time.perf_counter() - began
+        await self._check_probe(index, expected)
+        self.step_still_s = max(self.step_still_s, time.perf_counter() - began)
 
-    async def check(self, index: int) -> None:
+    async def _check_probe(self, index: int, expected: list[np.ndarray]) -> None:
         """Score the probe answers with replica `index` and compare with the trainer at the same version."""
         if not self.probe:
             return
         version, scored = await self.replicas[index].score(self.probe)
-        gap = max(float(np.abs(a - b).max()) for a, b in zip(scored, self._expected[version]) if len(a))
+        gap = max(float(np.abs(a - b).max()) for a, b in zip(scored, expected) if len(a))
         self.step_gap = max(self.step_gap, gap)
         self.gap_max = max(self.gap_max, gap)
-        if not gap <= self.limit:
+        if version != self.served[index] or not gap <= self.limit:
             raise WeightSyncError(
-                f"rollout{index} serves version {version}, but its log-probabilities of the probe answers differ from "
-                f"the trainer's by up to {gap:.3g} (limit {self.limit:g}): the engine does not hold the trained weights"
+                f"rollout{index} loaded version {self.served[index]} and serves {version}; its log-probabilities of "
+                f"the probe answers differ from the trainer's by up to {gap:.3g} (limit {self.limit:g}): the engine "
+                "does not hold the trained weights"
             )
 
-    async def bring_all_up(self) -> None:
-        """Every replica serves the newest version (start, evaluation, end of run)."""
-        await asyncio.gather(*(self.bring_up(i) for i in range(len(self.replicas)) if self.is_behind(i)))
+    # ---- watchdog ----------------------------------------------------------------------------------------------------
+
+    def check_served(self, index: int, since: int, served: Iterable[tuple[int, str]]) -> None:
+        """Replica `index` answered a batch that it began at version `since` with these (version, fingerprint)."""
+        for version, fingerprint in served:
+            published = self._fingerprints.get(version, "none")
+            if fingerprint != published:
+                raise WeightSyncError(
+                    f"rollout{index} answered with version {version} and fingerprint {fingerprint or 'none'}, and "
+                    f"published was {published}: the engine does not hold the trained weights"
+                )
+            if version < since:
+                raise WeightSyncError(
+                    f"rollout{index} answered with version {version} ({fingerprint}) after it had loaded {since} "
+                    f"({self._fingerprints.get(since)}): its weights do not move"
+                )
+
+    def behind(self) -> list[int]:
+        """Versions that each replica is behind the newest published one."""
+        newest = self.newest.version if self.newest is not None else 0
+        return [newest - max(v, 0) for v in self.served]
+
+    def describe(self) -> str:
+        """One line for messages of the no-progress watchdog."""
+        now = time.perf_counter()
+        newest = "none" if self.newest is None else str(self.newest.version)
+        words = []
+        for i, version in enumerate(self.served):
+            word = f"rollout{i} serves {version if version != NOTHING else 'none'}"
+            if i in self._loading:
+                wanted, began = self._loading[i]
+                word += f", loading {wanted} for {now - began:.1f} s"
+            words.append(word)
+        return f"weights: version {newest} is published; " + "; ".join(words)
+
+
+def unchanged_share(before: WeightManifest, now: WeightManifest) -> float:
+    """Share of bytes in shards whose checksum is that of the version before."""
+    sizes = np.array([s.nbytes for p in now.params for s in p.shards], dtype=np.float64)
+    if not sizes.sum() or len(before.checksums) != len(now.checksums):
+        return 0.0
+    same = np.array(before.checksums) == np.array(now.checksums)
+    return float(sizes[same].sum() / sizes.sum())

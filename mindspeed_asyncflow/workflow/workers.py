@@ -41,10 +41,10 @@ class RowBatch:
 
 @dataclass(frozen=True, slots=True)
 class RolloutReport:
-    version: int
     samples: int
     tokens: int
     busy_s: float
+    served: tuple[tuple[int, str], ...]  # (version, fingerprint) at the end of each answer, without repetition
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +107,14 @@ class RolloutWorker:
             missing[g] += 1
         waiting: dict[int, list[Completion]] = {g: [] for g in missing}
         ready: list[Completion] = []
+        served: set[tuple[int, str]] = set()
         ready_groups = tokens = 0
         with self.tracer.span("rollout/generate", lane=self.name, version=self.engine.version, rows=len(batch)):
             for answer in self.engine.generate(requests, timeout_s=self.timeout_s):
                 group = group_of[int(answer.request_id)]
                 tokens += len(answer.token_ids)
+                if answer.spans:
+                    served.add((answer.version_max, answer.fingerprint))
                 waiting[group].append(answer)
                 if len(waiting[group]) == missing[group]:
                     ready += waiting.pop(group)
@@ -122,7 +125,7 @@ class RolloutWorker:
             if ready:
                 self._commit(claim_id, ready)
         self.dock.done(claim_id)
-        return RolloutReport(self.engine.version, len(batch), tokens, time.perf_counter() - began)
+        return RolloutReport(len(batch), tokens, time.perf_counter() - began, tuple(sorted(served)))
 
     def _commit(self, claim_id: int, answers: Sequence[Completion]) -> None:
         self.dock.write(

@@ -59,6 +59,7 @@ def test_the_defaults_have_no_error():
         (["data.epochs=1", "trainer.steps=301"], "trainer.steps", "raise data.epochs to 2"),
         (["rollout.top_p=0.9"], "rollout.top_p", "must be 1.0"),
         (["rollout.top_k=20"], "rollout.top_k", "must be -1"),
+        (["workflow.update=rolling"], "workflow.update", "set rollout.replicas to 2"),
         (["trainer.micro_batch_tokens=68"], "trainer.micro_batch_tokens", "69 tokens"),
         (["rollout.max_new_tokens=4000", "dock.arena_mb=8"], "dock.arena_mb", "512 samples"),
         (["trainer.betas=[0.9, 1.0]"], "trainer.betas", "below 1"),

@@ -23,9 +23,13 @@ from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
 from mindspeed_asyncflow.records import Completion, OptimReport, SamplingSpec, UpdateReport, VersionSpan
-from mindspeed_asyncflow.reshard.relay import RelayReader, WholeWriter
+from mindspeed_asyncflow.reshard.boxes import whole
+from mindspeed_asyncflow.reshard.layout import FullTensor, Layout, LocalParam, Segment
+from mindspeed_asyncflow.reshard.relay import RelayReader, RelayWriter
+from mindspeed_asyncflow.reshard.relay_plan import write_plan
 from mindspeed_asyncflow.rewards.pool import Score
 from mindspeed_asyncflow.workflow.book import Issue
+from mindspeed_asyncflow.workflow.publisher import Publisher
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.run import Run
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
@@ -36,35 +40,55 @@ QUIET = Tracer("", "test", enabled=False)
 
 
 class FakeRollout:
-    """Answers [prompt's first id, version + 10]; the log-probability is minus the version that sampled."""
+    """Answers [prompt's first id, version + 10]; a log-probability is minus the version that sampled the token.
 
-    def __init__(self, delay_s: float = 0.0, fail_after: int | None = None, silent_s: float = 0.0) -> None:
+    The first token of a batch is sampled when the batch begins, the second one when its answer is complete, so an
+    update in between leaves its trace. `lies`: fingerprint that is reported instead of the served one.
+    """
+
+    def __init__(
+        self, delay_s: float = 0.0, fail_after: int | None = None, silent_s: float = 0.0, load_s: float = 0.0
+    ) -> None:
         self.version, self.delay_s, self.fail_after, self.silent_s = 0, delay_s, fail_after, silent_s
+        self.load_s, self.fingerprint, self.lies = load_s, "", ""
         self.answered = 0
         self.batch_versions: list[int] = []
+        self.loads: list[tuple[int, float, float]] = []  # version, begin, end
+        self.answers_at: list[float] = []
         self.stale_answers = 0  # so many of the next answers pretend that their first token came from version 0
 
     def generate(self, requests, timeout_s):
-        self.batch_versions.append(self.version)
+        first = self.version
+        self.batch_versions.append(first)
         time.sleep(self.silent_s)
         for request in requests:
             if self.fail_after is not None and self.answered >= self.fail_after:
                 raise RuntimeError("the engine broke")
             time.sleep(self.delay_s / len(requests))
             self.answered += 1
-            oldest = 0 if self.stale_answers > 0 else self.version
+            self.answers_at.append(time.perf_counter())
+            oldest = 0 if self.stale_answers > 0 else first
             self.stale_answers -= 1
+            now, fingerprint = self.version, self.fingerprint
             yield Completion(
                 request.request_id,
-                np.array([request.prompt_ids[0], self.version + 10], np.int32),
-                np.full(2, -float(self.version), np.float32),
+                np.array([request.prompt_ids[0], now + 10], np.int32),
+                -np.array([first, now], np.float32),
                 "stop",
-                (VersionSpan(oldest, 0, 1), VersionSpan(self.version, 1, 2)),
+                (VersionSpan(oldest, 0, 1), VersionSpan(now, 1, 2)),
+                fingerprint=self.lies or fingerprint,
             )
 
     def update(self, manifest):
-        self.version = int(next(iter(RelayReader(manifest)))[1][0])
-        return UpdateReport(manifest.version, 0.0, manifest.fingerprint)
+        began = time.perf_counter()
+        reader = RelayReader(manifest)
+        time.sleep(self.load_s)
+        weights = next(iter(reader))[1].clone()
+        reader.check()
+        assert (weights == manifest.version).all(), "half of another version"
+        self.version, self.fingerprint = manifest.version, manifest.fingerprint
+        self.loads.append((manifest.version, began, time.perf_counter()))
+        return UpdateReport(manifest.version, time.perf_counter() - began, manifest.fingerprint)
 
     def score(self, sequences):
         return [np.full(len(answer), -float(self.version), np.float32) for _, answer in sequences]
@@ -74,14 +98,18 @@ class FakeRollout:
 
 
 class FakeTrain:
-    """Its one weight is its version; remembers which rows it saw in which step."""
+    """Its one weight is full of its version, changed in place; remembers which rows it saw in which step."""
 
-    def __init__(self, delay_s: float = 0.0) -> None:
+    def __init__(self, delay_s: float = 0.0, weights: int = 4) -> None:
         self.version, self.delay_s = 0, delay_s
+        self.weight = torch.zeros(weights)
+        tensor = FullTensor("w", (weights,), 0)
+        self.layout = Layout({"w": tensor}, ((LocalParam("w", (weights,), (Segment("w", whole((weights,))),)),),))
         self.rows: list[list[int]] = [[]]
         self.seen_versions: list[list[int]] = [[]]
         self.denominators: list[float] = []
         self.bad_steps: set[int] = set()
+        self.frozen = False  # steps change nothing
 
     def forward_backward(self, micro_batches):
         time.sleep(self.delay_s)
@@ -95,6 +123,8 @@ class FakeTrain:
         self.denominators.append(denominator)
         applied = self.version not in self.bad_steps
         self.version += 1
+        if not self.frozen:
+            self.weight.fill_(float(self.version))
         self.rows.append([])
         self.seen_versions.append([])
         return OptimReport(applied, 1.0 if applied else float("nan"), 0.1, "" if applied else "layer.weight")
@@ -102,11 +132,21 @@ class FakeTrain:
     def logprobs(self, micro_batches, temperature=None):
         return [np.full(len(b.targets), -float(self.version), np.float32) * b.loss_mask for b in micro_batches]
 
-    def export_weights(self):
-        yield "w", torch.full((4,), float(self.version))
+    def shards(self):
+        return {"w": self.weight}
 
     def close(self):
         pass
+
+
+class SlowRelay(RelayWriter):
+    """A relay that reads the weights `delay_s` after it was asked to write them."""
+
+    delay_s = 0.0
+
+    def publish(self, version, tensors):
+        time.sleep(self.delay_s)
+        return super().publish(version, tensors)
 
 
 class FakePool:
@@ -126,15 +166,17 @@ class FakePool:
 
 
 class Local:
-    """A worker of this process whose methods can be awaited."""
+    """A worker of this process whose methods can be awaited, one at a time except those that run `aside`."""
 
-    def __init__(self, worker) -> None:
-        self._worker, self._lock = worker, threading.Lock()
+    def __init__(self, worker, aside=()) -> None:
+        self.worker, self._aside, self._lock = worker, aside, threading.Lock()
 
     def __getattr__(self, method):
+        lock = contextlib.nullcontext() if method in self._aside else self._lock
+
         def locked(*args):
-            with self._lock:
-                return getattr(self._worker, method)(*args)
+            with lock:
+                return getattr(self.worker, method)(*args)
 
         async def call(*args):
             return await asyncio.to_thread(locked, *args)
@@ -166,16 +208,21 @@ def prompts_of(count: int, batch: int, epochs: int = 1000, drop_last: bool = Tru
     return lambda: next(batches, None)
 
 
-def run_loops(config: Config, tmp_path, batches, *, rollouts=None, train=None, pool=None, before=None) -> Outcome:
+def run_loops(
+    config: Config, tmp_path, batches, *, rollouts=None, train=None, pool=None, before=None, publish_s=0.0
+) -> Outcome:
     """Run the real loops over fake engines to their end (or error)."""
     rollouts = rollouts or [FakeRollout() for _ in range(config.rollout.replicas)]
     train, pool = train or FakeTrain(), pool or FakePool()
     secret = secrets.token_bytes(8)
-    relay = WholeWriter(f"/dev/shm/asyncflow-{os.getpid()}-test{secrets.token_hex(4)}")
+    plan = write_plan(train.layout)
+    path = f"/dev/shm/asyncflow-{os.getpid()}-test{secrets.token_hex(4)}"
+    relay = SlowRelay(path, plan.table(train.layout, "float32"), keep=config.workflow.keep_versions)
+    relay.delay_s = publish_s
     server = DockServer(GRPO_COLUMNS, grpo_tasks(False), arena_mb=4, lease_s=30.0, secret=secret).start()
     stack = contextlib.ExitStack()
     stack.callback(server.close)
-    stack.callback(relay.close)
+    stack.callback(lambda: publisher.close())
 
     def client() -> DockClient:
         made = DockClient(server.address, secret, 5.0)
@@ -195,7 +242,8 @@ def run_loops(config: Config, tmp_path, batches, *, rollouts=None, train=None, p
         Local(
             RolloutWorker(
                 engine, client(), sampling, name=f"rollout{i}", seed=0, commit_groups=1, timeout_s=5.0, tracer=QUIET
-            )
+            ),
+            aside=("load", "score") if config.workflow.update == "in_flight" else (),
         )
         for i, engine in enumerate(rollouts)
     ]
@@ -209,10 +257,20 @@ def run_loops(config: Config, tmp_path, batches, *, rollouts=None, train=None, p
             tracer=QUIET,
         )
     )
+    publisher = Publisher(train.shards, plan.ranks[0], relay, name="trainer0", timeout_s=5.0, tracer=QUIET)
     trainer = Local(
-        TrainWorker(train, client(), config.algorithm, name="trainer0", replica=0, relay=relay, tracer=QUIET)
+        TrainWorker(train, client(), config.algorithm, name="trainer0", replica=0, publisher=publisher, tracer=QUIET),
+        aside=("published",),
     )
-    sync = WeightSync(remote_rollouts, "float32")
+    sync = WeightSync(
+        remote_rollouts,
+        "float32",
+        path,
+        relay.table.text,
+        update=config.workflow.update,
+        keep=config.workflow.keep_versions,
+        busy=recorder.busy,
+    )
     sync.probe = [(np.array([1], np.int32), np.array([2, 3], np.int32))]
     outcome_saved: list[int] = []
 
@@ -224,7 +282,8 @@ def run_loops(config: Config, tmp_path, batches, *, rollouts=None, train=None, p
 
     async def main() -> Run:
         first = await trainer.start(0, sync.probe)
-        sync.publish(first.manifest, first.probe)
+        sync.publish([await trainer.published(0)], first.probe)
+        await sync.bring_all_up()
         run = Run(config, client(), batches, remote_rollouts, scorer, [], [trainer], [0], sync, recorder, nothing, save)
         if before is not None:
             before(run)

@@ -12,10 +12,10 @@ def issue(index):
 def test_a_dropped_group_leaves_its_batch_and_its_prompt_can_come_back_as_a_new_group():
     async def scenario():
         book = StepBook(group_size=2)
-        groups = book.make_groups([issue(0), issue(1)])
+        groups = book.make_groups(0, [issue(0), issue(1)])
         await book.add(0, groups)
         batch, prompt = book.close_group(0)
-        await book.add(batch, book.make_groups([prompt]))
+        await book.add(batch, book.make_groups(batch, [prompt]))
         return book, prompt
 
     book, prompt = asyncio.run(scenario())
@@ -25,7 +25,7 @@ def test_a_dropped_group_leaves_its_batch_and_its_prompt_can_come_back_as_a_new_
 
 def test_group_ids_rise_and_members_count_up():
     book = StepBook(group_size=3)
-    rows = [row for group in book.make_groups([issue(5), issue(6)]) for row in group]
+    rows = [row for group in book.make_groups(0, [issue(5), issue(6)]) for row in group]
     assert [(r.group_id, r.member) for r in rows] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert {r.prompt_index for r in rows} == {5, 6}
 
@@ -35,7 +35,7 @@ def test_waiting_for_a_batch_ends_when_the_data_ends():
 
     async def scenario():
         book = StepBook(group_size=1)
-        await book.add(0, book.make_groups([issue(0)]))
+        await book.add(0, book.make_groups(0, [issue(0)]))
         waiting = asyncio.create_task(book.wait_for_batch(1))
         await asyncio.sleep(0)
         assert not waiting.done()

@@ -1,11 +1,13 @@
 """The loops over fake engines: schedules, the staleness law, ends and failures."""
 
+import itertools
+import json
 import time
 
 import pytest
 
 from mindspeed_asyncflow.config.schema import Config
-from mindspeed_asyncflow.errors import DeadlineExceeded, EngineError
+from mindspeed_asyncflow.errors import DeadlineExceeded, EngineError, WeightSyncError
 from mindspeed_asyncflow.observe.summary import check_summary
 from tests.workflow.fakes import FakePool, FakeRollout, FakeTrain, prompts_of, run_loops
 
@@ -35,16 +37,103 @@ def test_lag_0_trains_every_token_at_the_version_that_sampled_it(tmp_path):
     assert set(out.recorder.lags) == {0}
 
 
+@pytest.mark.parametrize("update", ["delayed", "rolling", "in_flight"])
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_law_holds_and_nothing_is_lost_for_any_window_and_pool(tmp_path, max_lag, replicas):
-    rollouts = [FakeRollout(delay_s=0.004 * i) for i in range(replicas)]
-    out = run_loops(config(max_lag=max_lag, replicas=replicas), tmp_path, prompts_of(100, 4), rollouts=rollouts)
+def test_law_holds_and_nothing_is_lost_for_any_window_and_pool(tmp_path, max_lag, replicas, update):
+    rollouts = [FakeRollout(delay_s=0.004 * i, load_s=0.003) for i in range(replicas)]
+    out = run_loops(
+        config(max_lag=max_lag, replicas=replicas, workflow={"update": update}),
+        tmp_path,
+        prompts_of(100, 4),
+        rollouts=rollouts,
+    )
     window = out.run.window
     assert max(out.recorder.lags) <= max_lag
     assert (window.issued, window.trained, window.open) == (48, 48, 0)
     assert [len(r) for r in out.train.rows[:6]] == [8] * 6
     assert out.dock_used_bytes == 0
+
+
+@pytest.mark.parametrize("update", ["delayed", "rolling", "in_flight"])
+def test_lag_0_trains_the_same_rows_at_the_same_versions_however_weights_are_updated(tmp_path, update):
+    settings = config(max_lag=0, replicas=2, workflow={"update": update})
+    out = run_loops(settings, tmp_path, prompts_of(100, 4), publish_s=0.01)
+    assert [set(v) for v in out.train.seen_versions[:6]] == [{v} for v in range(6)]
+    assert out.run.window.dropped == {} and out.run.sync.newest.version == 6
+
+
+def test_the_trainer_goes_on_while_its_weights_are_written(tmp_path):
+    """A version takes as long to write as a step to compute: both overlap, only the rest of it is waited for."""
+    train = FakeTrain(delay_s=0.05)
+    out = run_loops(config(steps=6, max_lag=1), tmp_path, prompts_of(100, 4), train=train, publish_s=0.15)
+    rows = metrics_of(tmp_path)
+    assert all(row["weight_sync/publish_s"] >= 0.15 for row in rows)
+    steady = rows[2:]
+    assert all(row["weight_sync/publish_exposed_s"] < 0.1 for row in steady)
+    assert all(row["timing_s/step"] < 0.15 + 4 * 0.05 for row in steady)  # in turn it would be at least that
+    assert out.run.window.published == 6
+
+
+def metrics_of(folder):
+    (file,) = folder.rglob("metrics.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_weights_never_change_while_they_are_written(tmp_path):
+    """The optimizer of a quick step waits for a slow relay; a replica that read half of two versions would say so."""
+    train = FakeTrain(weights=200_000)
+    out = run_loops(config(steps=5, max_lag=3), tmp_path, prompts_of(100, 4), train=train, publish_s=0.03)
+    assert out.run.window.published == 5
+    assert sum(row["weight_sync/publish_exposed_s"] for row in metrics_of(tmp_path)) > 0.03
+
+
+def test_in_flight_answers_go_on_with_new_weights_and_count_their_oldest_token(tmp_path):
+    """The second replica is slow: versions are published while it answers, and its answers have two."""
+    rollouts = [FakeRollout(), FakeRollout(delay_s=0.2)]
+    settings = config(steps=8, max_lag=2, replicas=2, workflow={"update": "in_flight"})
+    out = run_loops(settings, tmp_path, prompts_of(100, 4), rollouts=rollouts)
+    assert max(row["staleness/version_span_max"] for row in metrics_of(tmp_path)) >= 2
+    assert max(out.recorder.lags) <= 2
+
+
+def test_rolling_loads_one_replica_at_a_time_and_the_others_answer_meanwhile(tmp_path):
+    rollouts = [FakeRollout(delay_s=0.01, load_s=0.03) for _ in range(3)]
+    settings = config(steps=8, max_lag=2, replicas=3, groups=6, workflow={"update": "rolling"})
+    run_loops(settings, tmp_path, prompts_of(100, 6), rollouts=rollouts)
+    loads = sorted((begin, end, i) for i, r in enumerate(rollouts) for _, begin, end in r.loads)
+    assert all(end <= begin for (_, end, _), (begin, _, _) in itertools.pairwise(loads))
+    answered = [
+        any(begin < at < end for j, r in enumerate(rollouts) if j != i for at in r.answers_at)
+        for begin, end, i in loads[3:]
+    ]
+    assert any(answered)
+
+
+def test_an_engine_that_serves_other_weights_than_it_says_stops_the_run(tmp_path):
+    liar = FakeRollout()
+    with pytest.raises(WeightSyncError, match=r"rollout0 answered with version .* fingerprint feed"):
+        run_loops(
+            config(), tmp_path, prompts_of(100, 4), rollouts=[liar], before=lambda run: setattr(liar, "lies", "feed")
+        )
+
+
+def test_a_trainer_whose_weights_stand_still_stops_the_run(tmp_path):
+    train = FakeTrain()
+    train.frozen = True
+    with pytest.raises(WeightSyncError, match="weights do not move"):
+        run_loops(config(), tmp_path, prompts_of(100, 4), train=train)
+
+
+def test_a_relay_that_cannot_be_written_ends_the_run_with_its_error(tmp_path):
+    def fail(version, tensors):
+        raise OSError("no space")
+
+    def broken(run):
+        run.trainers[0].worker.publisher.relay.publish = fail
+
+    with pytest.raises(OSError, match="no space"):
+        run_loops(config(), tmp_path, prompts_of(100, 4), before=broken)
 
 
 def test_an_answer_whose_oldest_token_is_too_old_is_dropped_counted_and_asked_again(tmp_path):

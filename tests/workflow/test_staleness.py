@@ -11,9 +11,11 @@ def test_a_resumed_window_allows_only_its_own_batches():
     assert [batch for batch in range(50, 300) if window.may_issue(batch)] == [50, 51, 52]
 
 
+@pytest.mark.parametrize("publish_turns", [0, 7])
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
-def test_lag_stays_within_the_bound_when_weights_are_loaded_before_sampling(max_lag):
-    """B44: a slow trainer; each batch is sampled with the version that is newest when the window lets it in."""
+def test_lag_stays_within_the_bound_when_weights_are_loaded_before_sampling(max_lag, publish_turns):
+    """B44: a slow trainer; each batch is sampled with the version that can be loaded when the window lets it in. A
+    version that is published late (in the next step) holds admission back, never the law."""
 
     async def simulate():
         window, sampled = StalenessWindow(max_lag), {}
@@ -21,27 +23,53 @@ def test_lag_stays_within_the_bound_when_weights_are_loaded_before_sampling(max_
         async def feed():
             for batch in range(8):
                 await window.wait_to_issue(batch)
-                sampled[batch] = window.version
+                sampled[batch] = window.published
+
+        async def publish(version):
+            for _ in range(publish_turns):
+                await asyncio.sleep(0)
+            await window.publish(version)
 
         async def train():
+            written = None
             for step in range(8):
                 while step not in sampled:
                     await asyncio.sleep(0)
-                assert sampled[step] >= window.oldest_allowed()
-                await asyncio.sleep(0)
-                await window.advance(step + 1)
+                assert sampled[step] >= max(window.oldest_allowed(), window.needed_for(step))
+                if written is not None:
+                    await written  # the optimizer waits for the version before
+                window.advance(step + 1)
+                written = asyncio.create_task(publish(step + 1))
+            await window.wait_published(8)
 
         await asyncio.wait_for(asyncio.gather(feed(), train()), timeout=5)
         return sampled
 
     sampled = asyncio.run(simulate())
-    assert [batch - version for batch, version in sorted(sampled.items())] == [min(b, max_lag) for b in range(8)]
+    lags = [batch - version for batch, version in sorted(sampled.items())]
+    assert lags == [min(b, max_lag) for b in range(8)]
 
 
 def test_version_rises_by_one_per_global_batch():
     window = StalenessWindow(1)
     with pytest.raises(ValueError, match="0 -> 2"):
-        asyncio.run(window.advance(2))
+        window.advance(2)
+
+
+def test_admission_follows_the_published_version_and_the_law_the_trained_one():
+    window = StalenessWindow(1)
+    window.advance(1)
+    assert window.oldest_allowed() == 0 and not window.may_issue(2)
+    asyncio.run(window.publish(1))
+    assert window.may_issue(2) and not window.may_issue(3)
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_only_a_trained_version_that_is_newer_can_be_published(version):
+    window = StalenessWindow(1)
+    window.advance(1)
+    with pytest.raises(ValueError, match=f"version {version} cannot be published: 0 is, 1 is trained"):
+        asyncio.run(window.publish(version))
 
 
 def test_issued_equals_trained_plus_dropped_plus_open():

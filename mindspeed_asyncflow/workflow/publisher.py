@@ -1,0 +1,98 @@
+"""One trainer rank's weights on their way into the relay, in a thread beside the next step's forward and backward.
+
+    finish(k) ── optimizer step ── start(k+1) ──► forward/backward of step k+1 ... ── settle() ── optimizer step ──►
+                                      └─ thread: cast, copy, checksum ──► result(k+1) for the driver
+
+Weights change in the optimizer step only, so what the thread reads is version k+1 as long as `settle` comes first.
+The thread calls no collective: each rank writes what it holds, as `reshard/relay_plan.py` says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
+from mindspeed_asyncflow.observe.trace import Tracer
+from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape
+from mindspeed_asyncflow.reshard.relay import RelayWriter
+from mindspeed_asyncflow.reshard.relay_plan import Write
+
+
+@dataclass(frozen=True, slots=True)
+class RankShards:
+    """What one rank wrote of a version."""
+
+    version: int
+    checksums: Mapping[int, int]  # crc32 by number of the shard in the relay's table
+    seconds: float  # from the first byte to the last
+
+
+class Publisher:
+    """`shards()` gives this rank's parameters by name; `writes` is its part of the plan."""
+
+    def __init__(
+        self,
+        shards: Callable[[], Mapping[str, Any]],
+        writes: Sequence[Write],
+        relay: RelayWriter,
+        *,
+        name: str,
+        timeout_s: float,
+        tracer: Tracer,
+    ) -> None:
+        self.shards, self.writes, self.relay, self.name = shards, writes, relay, name
+        self.timeout_s, self.tracer = timeout_s, tracer
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-publish")
+        self._running: Future[RankShards] | None = None
+        self._version = -1
+
+    def start(self, version: int) -> None:
+        """Begin to write `version`, the weights as they are now."""
+        self.settle()
+        self._version = version
+        self._running = self._thread.submit(self._write, version)
+
+    def settle(self) -> float:
+        """Wait until nothing is being written, so that weights may change; the seconds waited. Raises what failed."""
+        began = time.perf_counter()
+        if self._running is not None:
+            self._await(self._running)
+        return time.perf_counter() - began
+
+    def result(self, version: int) -> RankShards:
+        """Wait until `version`, the last one started, is written. Callable from another thread."""
+        if self._running is None or version != self._version:
+            raise WeightSyncError(f"{self.name} was asked for version {version} and is at version {self._version}")
+        return self._await(self._running)
+
+    def _await(self, running: Future[RankShards]) -> RankShards:
+        try:
+            return running.result(self.timeout_s)
+        except FutureTimeout:
+            raise DeadlineExceeded(
+                f"{self.name} did not write weight version {self._version} into the relay within {self.timeout_s:g} s "
+                "(workflow.watchdog_s)"
+            ) from None
+
+    def _write(self, version: int) -> RankShards:
+        began = time.perf_counter()
+        with self.tracer.span("train/publish", lane=f"{self.name} publishes", version=version):
+            checksums = self.relay.publish(version, self._boxes())
+        return RankShards(version, checksums, time.perf_counter() - began)
+
+    def _boxes(self) -> Iterator[tuple[str, Box, Any]]:
+        """(full tensor's name, box, this rank's tensor of the box's shape), views only."""
+        shards = self.shards()
+        for write in self.writes:
+            held, place = shards[write.param], write.segment.local
+            matrix = held.detach().reshape(matrix_shape(held.shape))
+            yield write.segment.name, write.segment.box, matrix[place.r0 : place.r1, place.c0 : place.c1]
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+        self.relay.close()
