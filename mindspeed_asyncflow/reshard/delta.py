@@ -18,8 +18,8 @@ import numpy as np
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.reshard.fingerprint import checksum
 
-# Training in bfloat16 changes single weights, not runs of them. Measured with a share p of 16 million weights changed at
-# random (p from 0.01 % to 3 %): blocks of 1, 2, 4 and 8 bytes cost 1.6 p, 2 p, 3 p and 5 p of the full bytes; single
+# Training in bfloat16 changes single weights, not runs of them. Measured with a share p of 16 million weights changed
+# at random (p from 0.01 % to 3 %): blocks of 1, 2, 4 and 8 bytes cost 1.6 p, 2 p, 3 p and 5 p of the full bytes; single
 # bytes take twice the time of pairs to compare.
 BLOCK_BYTES = 2
 BLOCKS = (1, 2, 4, 8)  # sizes that can be compared as whole numbers

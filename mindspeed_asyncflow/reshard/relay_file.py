@@ -169,16 +169,19 @@ class RelayFile:
     def manifest(self, version: int, names: Iterable[str] | None = None) -> WeightManifest:
         """The manifest of a complete version; `names`: only these tensors."""
         slot, table = self.slot_of(version), self.table
-        crc = self.crc[slot].copy()
-        if names is None:
-            params, own = table.params, crc
-        else:
-            shards = table.shards_of(names)
+        crc, present = self.crc[slot].copy(), self.present[slot].copy()
+        shards, params = np.arange(len(crc)), table.params
+        if names is not None:
             wanted = set(names)
-            params, own = tuple(p for p in table.params if p.name in wanted), crc[shards]
+            shards, params = table.shards_of(wanted), tuple(p for p in params if p.name in wanted)
         combined = fingerprint(table.digest, crc)
         self.slot_of(version)
-        return WeightManifest(version, self.path, table.slot_bytes, params, tuple(own.tolist()), combined)
+        absent = shards[present[shards] == 0]
+        if len(absent):
+            raise WeightSyncError(
+                f"{self.path} holds only a part of version {version}, not {table.describe(absent[0])}"
+            )
+        return WeightManifest(version, self.path, table.slot_bytes, params, tuple(crc[shards].tolist()), combined)
 
     # -- changes (files that were joined) --------------------------------------------------------------------------
 
@@ -231,9 +234,16 @@ class RelayFile:
 
     @contextlib.contextmanager
     def pulling(self, timeout_s: float, what: str) -> Iterator[None]:
-        """One process at a time pulls into this file; the others wait as long as its bytes keep coming."""
-        with _locked(self._fd, _PULL, f"{what} into {self.path}", timeout_s, lambda: int(self.landed[0])):
-            yield
+        """One thread of one process at a time pulls into this file; the others wait as long as its bytes keep coming.
+
+        Raises `DeadlineExceeded` after `timeout_s` without any.
+        """
+        fd = os.open(self.path, os.O_RDWR)  # a lock belongs to an open file, and threads share `_fd`
+        try:
+            with _locked(fd, _PULL, what, timeout_s, lambda: int(self.landed[0])):
+                yield
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         """Leave the file; the last one out removes it. What others have mapped stays readable."""
@@ -243,6 +253,7 @@ class RelayFile:
             if _lock(self._fd, _IN_USE, fcntl.F_WRLCK):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self.path)
+            _lock(self._fd, _IN_USE, fcntl.F_UNLCK)  # the mapping would hold it longer than the descriptor
         os.close(self._fd)
         self._fd = -1
 
