@@ -7,6 +7,8 @@ from typing import Any
 from mindspeed_asyncflow.config.schema import TrainerConfig
 from mindspeed_asyncflow.errors import ConfigError
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the name differs between model families
+
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
     """The divisors of `number` closest to `wanted` from below and from above."""
@@ -34,9 +36,11 @@ def check_parallel(model: dict[str, Any], trainer: TrainerConfig) -> None:
     tp, cp, ep = trainer.tensor_parallel, trainer.context_parallel, trainer.expert_parallel
     heads = model["num_attention_heads"]
     kv_heads = model.get("num_key_value_heads", heads)
-    experts = model.get("num_experts") or model.get("num_local_experts") or 0
+    experts = next((model[key] for key in EXPERT_COUNTS if model.get(key)), 0)
     _divides("trainer.tensor_parallel", tp, "attention heads", heads)
-    if kv_heads % tp and tp % kv_heads:  # several ranks may share a key/value head, whole ones each
+    if model.get("kv_lora_rank"):
+        _check_latent(model, tp)
+    elif kv_heads % tp and tp % kv_heads:  # several ranks may share a key/value head, whole ones each
         legal = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
         near = [n for n in legal if n < tp][-1:] + [n for n in legal if n > tp][:1]
         raise ConfigError(
@@ -45,7 +49,7 @@ def check_parallel(model: dict[str, Any], trainer: TrainerConfig) -> None:
         )
     if experts:
         _divides("trainer.tensor_parallel", tp, "expert width", model["moe_intermediate_size"])
-    else:
+    if not experts or model.get("first_k_dense_replace"):
         _divides("trainer.tensor_parallel", tp, "feed-forward width", model["intermediate_size"])
     _divides("trainer.context_parallel", cp, f"attention heads per tensor rank (TP={tp})", heads // tp)
     _check_pipeline(model["num_hidden_layers"], trainer)
@@ -54,6 +58,14 @@ def check_parallel(model: dict[str, Any], trainer: TrainerConfig) -> None:
         raise ConfigError("trainer.sequence_parallel needs trainer.tensor_parallel >= 2; set it to false")
     if experts and tp > 1 and not trainer.sequence_parallel:
         raise ConfigError("a mixture-of-experts model with trainer.tensor_parallel > 1 needs sequence_parallel: true")
+
+
+def _check_latent(model: dict[str, Any], tp: int) -> None:
+    """The down projections of latent attention are cut by rows, like all others."""
+    if model.get("q_lora_rank"):
+        _divides("trainer.tensor_parallel", tp, "q_lora_rank", model["q_lora_rank"])
+    rows = model["kv_lora_rank"] + model["qk_rope_head_dim"]
+    _divides("trainer.tensor_parallel", tp, "kv_lora_rank + qk_rope_head_dim", rows)
 
 
 def _check_pipeline(layers: int, trainer: TrainerConfig) -> None:

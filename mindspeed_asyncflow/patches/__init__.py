@@ -13,6 +13,7 @@ def apply_trainer(platform_name: str) -> list[str]:
     """Install the patches of a trainer, after megatron's import. Returns the names of those now in place."""
     from mindspeed_asyncflow.patches import (
         checkpoint_writer,
+        latent_attention_without_te,
         mbridge_packages,
         moe_router_gemm,
         moe_split_sizes,
@@ -21,7 +22,7 @@ def apply_trainer(platform_name: str) -> list[str]:
 
     patches = [mbridge_packages, checkpoint_writer]
     if platform_name == "cpu":  # MindSpeed supplies these names on the NPU
-        patches += [moe_router_gemm, moe_split_sizes, optimizer_adam]
+        patches += [latent_attention_without_te, moe_router_gemm, moe_split_sizes, optimizer_adam]
     for patch in patches:
         patch.install()
     return [patch.__name__.rsplit(".", 1)[-1] for patch in patches]

@@ -143,7 +143,7 @@ def attention_packed(
 ) -> torch.Tensor:
     """Causal attention inside each sample of a packed sequence.
 
-    q: [T, Nq, D]; k, v: [T, Nkv, D] with Nkv dividing Nq (grouped queries); returns [T, Nq * D].
+    q: [T, Nq, D]; k: [T, Nkv, D]; v: [T, Nkv, Dv] with Nkv dividing Nq (grouped queries); returns [T, Nq * Dv].
     """
     if _torch_npu(q) is not None:
         return _npu_attention_packed(q, k, v, layout, scale)
@@ -156,8 +156,8 @@ def attention_packed(
         bq, bk, bv = (t[rows].view(bucket.rows, bucket.length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(
             bq, bk, bv, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )  # [B, Nq, L, D]
-        outs.append(out.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[2]))
+        )  # [B, Nq, L, Dv]
+        outs.append(out.transpose(1, 2).reshape(-1, q.shape[1] * v.shape[2]))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out if index is None else _FromPadded.apply(out, index)
 

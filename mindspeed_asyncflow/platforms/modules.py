@@ -19,6 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mindspeed_asyncflow.platforms import kernels
+from mindspeed_asyncflow.platforms.latent import LatentAttention
 from mindspeed_asyncflow.platforms.packing import PackedLayout
 
 
@@ -160,22 +161,24 @@ class CoreAttention(MegatronModule):
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp = config.context_parallel_size
+        self.rotates = not config.multi_latent_attention  # there only a part of each head is rotated, before
 
     def forward(
         self,
         query: torch.Tensor,  # [T/cp, 1, Nq, D]
         key: torch.Tensor,  # [T/cp, 1, Nkv, D]
-        value: torch.Tensor,
+        value: torch.Tensor,  # [T/cp, 1, Nkv, Dv]
         attention_mask: Any = None,
         attn_mask_type: Any = None,
         attention_bias: Any = None,
         packed_seq_params: PackedBatch | None = None,
-    ) -> torch.Tensor:  # [T/cp, 1, Nq * D]
+    ) -> torch.Tensor:  # [T/cp, 1, Nq * Dv]
         layout, cos, sin = (getattr(packed_seq_params, name, None) for name in ("layout", "cos", "sin"))
         if layout is None or cos is None or sin is None:
             raise TypeError("CoreAttention takes packed samples: pass PackedBatch.make(...) as packed_seq_params")
-        q, k = (kernels.rotary(t.squeeze(1), cos, sin) for t in (query, key))
-        v = value.squeeze(1)
+        q, k, v = (t.squeeze(1) for t in (query, key, value))
+        if self.rotates:
+            q, k = (kernels.rotary(t, cos, sin) for t in (q, k))
         if self.cp == 1:
             return kernels.attention_packed(q, k, v, layout, self.scale).unsqueeze(1)
         group = parallel_state.get_context_parallel_group()
@@ -184,7 +187,7 @@ class CoreAttention(MegatronModule):
             k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, v))
         q, k, v = (tokens_to_heads(t, group, self.cp) for t in (q, k, v))
         out = kernels.attention_packed(q, k, v, layout, self.scale)
-        out = heads_to_tokens(out.view(out.shape[0], q.shape[1], q.shape[2]), group, self.cp)
+        out = heads_to_tokens(out.view(out.shape[0], q.shape[1], v.shape[2]), group, self.cp)
         return out.reshape(out.shape[0], 1, -1)
 
 
@@ -196,7 +199,10 @@ def layer_spec(config: Any, vp_stage: int | None) -> Any:
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         attention = parts.self_attention.submodules
         attention.core_attention = CoreAttention
-        if config.qk_layernorm:
+        if config.multi_latent_attention:
+            parts.self_attention.module = LatentAttention
+            attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         if getattr(parts.mlp, "module", None) is MLP:  # one spec object may stand for several layers
             parts.mlp = SwigluMLP

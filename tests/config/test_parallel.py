@@ -74,3 +74,23 @@ def test_layers_that_do_not_divide_are_refused_with_the_balanced_split(layers, s
         with pytest.raises(ConfigError, match=str(split).replace("[", r"\[")):
             check_parallel(model, TrainerConfig(pipeline_parallel=stages))
     check_parallel(model, TrainerConfig(pipeline_parallel=stages, pipeline_layers=split))
+
+
+LATENT = {  # DeepSeek-V3 style; its key/value heads are made from a latent, so their number does not matter
+    **DENSE,
+    "num_key_value_heads": 3,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 10,
+}
+
+
+def test_latent_attention_is_cut_by_its_down_projections():
+    check_parallel(LATENT, TrainerConfig(tensor_parallel=2, sequence_parallel=True))
+    with pytest.raises(ConfigError, match=r"tensor_parallel=4 .*kv_lora_rank \+ qk_rope_head_dim \(34\)"):
+        check_parallel(LATENT, TrainerConfig(tensor_parallel=4, sequence_parallel=True))
+    with pytest.raises(ConfigError, match=r"feed-forward width \(95\)"):  # of the leading dense layers
+        check_parallel({**LATENT, "intermediate_size": 95}, TrainerConfig(tensor_parallel=2, sequence_parallel=True))

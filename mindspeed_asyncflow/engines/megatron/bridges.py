@@ -1,4 +1,4 @@
-"""mbridge's Hugging Face converters on megatron's local layer spec, for Qwen2, Qwen3 and Qwen3-MoE."""
+"""mbridge's Hugging Face converters on megatron's local layer spec: Qwen2, Qwen3, Qwen3-MoE and DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from mbridge.core.safetensor_io import SafeTensorIO
+from mbridge.models.deepseek_v3 import DeepseekV3Bridge
 from mbridge.models.qwen2 import Qwen2Bridge
 from mbridge.models.qwen3 import Qwen3Bridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
@@ -129,7 +131,56 @@ class _LocalQwen3MoE(_LocalSpec, Qwen3MoEBridge):
     pass
 
 
-BRIDGES = {"qwen2": _LocalQwen2, "qwen3": _LocalQwen3, "qwen3_moe": _LocalQwen3MoE}
+class _LocalDeepseekV3(_LocalSpec, DeepseekV3Bridge):
+    """Latent attention, leading dense layers, shared experts. Multi-token prediction is no part of the policy."""
+
+    _ATTENTION_MAPPING = DeepseekV3Bridge._ATTENTION_MAPPING | {
+        "self_attention.q_layernorm.weight": ["model.layers.{layer_number}.self_attn.q_a_layernorm.weight"],
+        "self_attention.kv_layernorm.weight": ["model.layers.{layer_number}.self_attn.kv_a_layernorm.weight"],
+    }
+
+    def _build_config(self) -> Any:
+        hf = self.hf_config
+        dense = min(hf.first_k_dense_replace, hf.num_hidden_layers)
+        return self._build_base_config(
+            qk_layernorm=True,
+            q_lora_rank=hf.q_lora_rank,
+            kv_lora_rank=hf.kv_lora_rank,
+            qk_head_dim=hf.qk_nope_head_dim,
+            qk_pos_emb_head_dim=hf.qk_rope_head_dim,
+            v_head_dim=hf.v_head_dim,
+            rope_type="rope",
+            rotary_base=self._rope_theta(),
+            rotary_scaling_factor=1.0,
+            num_moe_experts=hf.n_routed_experts,
+            moe_layer_freq=[0] * dense + [1] * (hf.num_hidden_layers - dense),
+            moe_ffn_hidden_size=hf.moe_intermediate_size,
+            moe_shared_expert_intermediate_size=hf.moe_intermediate_size * hf.n_shared_experts,
+            moe_shared_expert_overlap=False,
+            moe_router_topk=hf.num_experts_per_tok,
+            moe_router_num_groups=hf.n_group,
+            moe_router_group_topk=hf.topk_group,
+            moe_router_score_function="sigmoid",
+            moe_router_topk_scaling_factor=hf.routed_scaling_factor,
+            moe_router_dtype="fp32",
+            moe_router_load_balancing_type="none",
+            # the bias is a weight of the policy; balancing would change it without the optimizer knowing
+            moe_router_enable_expert_bias=True,
+            moe_router_bias_update_rate=0.0,
+        )
+
+    def _get_safetensor_io(self, weights_path: str) -> Any:
+        if getattr(self.hf_config, "quantization_config", None):
+            return super()._get_safetensor_io(weights_path)  # released checkpoints hold fp8 blocks
+        return SafeTensorIO(self._get_actual_hf_path(weights_path))
+
+
+BRIDGES = {
+    "qwen2": _LocalQwen2,
+    "qwen3": _LocalQwen3,
+    "qwen3_moe": _LocalQwen3MoE,
+    "deepseek_v3": _LocalDeepseekV3,
+}
 
 
 def make_bridge(folder: str, trainer: TrainerConfig, platform: Platform, dtype: torch.dtype, temperature: float) -> Any:

@@ -29,7 +29,7 @@ from mindspeed_asyncflow.config.schema import TrainerConfig
 from mindspeed_asyncflow.engines.megatron import checkpoint, collect, world
 from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
 from mindspeed_asyncflow.engines.megatron.bridges import make_bridge
-from mindspeed_asyncflow.engines.megatron.export import export_tensors, plan_export
+from mindspeed_asyncflow.engines.megatron.export import export_tensors, held_weights, plan_export
 from mindspeed_asyncflow.engines.megatron.feed import RankBatch, make_rank_batches
 from mindspeed_asyncflow.engines.megatron.optim import GradientStep, make_optimizer, wrap_data_parallel
 from mindspeed_asyncflow.engines.megatron.shards import check_shards, named_shards, trainer_layout
@@ -219,8 +219,7 @@ class MegatronTrainEngine:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        params = [dict(chunk.named_parameters()) for chunk in self.chunks]
-        return export_tensors(self.bridge, params, self.plan)
+        return export_tensors(self.bridge, [held_weights(chunk) for chunk in self.chunks], self.plan)
 
     def shards(self) -> dict[str, torch.Tensor]:
         return named_shards(self.bridge, self.chunks)

@@ -26,6 +26,7 @@ class ExportEntry:
     split: bool  # over tensor-parallel ranks
     partition_dim: int  # the split dimension; -1: none
     expert: bool
+    trained: bool  # false: a float32 buffer that belongs to the weights
 
     @property
     def tensor_model_parallel(self) -> bool:  # the name under which mbridge asks for it
@@ -39,13 +40,19 @@ def _order(name: str) -> tuple[int, int, str]:
     return (0, 0, "") if name.startswith("embedding") else (2, 0, name)
 
 
+def held_weights(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters of a model chunk, and the corrections of expert scores, which megatron keeps as buffers."""
+    biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
+    return {**dict(chunk.named_parameters()), **biases}
+
+
 def plan_export(bridge: Any, chunks: Sequence[torch.nn.Module]) -> list[ExportEntry]:
     """All parameters of the model in layer order; collective over the pipeline group. A tied output layer on the last
     stage repeats the embedding and is left out."""
     mine = []
     for i, chunk in enumerate(chunks):
         names = bridge._weight_name_mapping_mcore_local_to_global(chunk, consider_ep=False)
-        for local, param in chunk.named_parameters():
+        for local, param in held_weights(chunk).items():
             mine.append(
                 ExportEntry(
                     name=names[local],
@@ -56,6 +63,7 @@ def plan_export(bridge: Any, chunks: Sequence[torch.nn.Module]) -> list[ExportEn
                     split=bool(getattr(param, "tensor_model_parallel", False)),
                     partition_dim=int(getattr(param, "partition_dim", -1)),
                     expert=".mlp.experts." in names[local],
+                    trained=isinstance(param, torch.nn.Parameter),
                 )
             )
     stages: list[Any] = [None] * bridge.mpu.pp_size
@@ -86,7 +94,7 @@ def export_tensors(
     """(Hugging Face name, full tensor on the host, contiguous and owned by the caller). Collective over all ranks.
 
     `shards` holds, for each model chunk, a tensor per local parameter name: the parameters, or anything of the same
-    shapes and one data type, such as their gradients.
+    shapes and one data type, such as the gradients of the trained ones.
     """
     mpu = bridge.mpu
     like = next(iter(shards[0].values()))
@@ -94,7 +102,8 @@ def export_tensors(
         if entry.stage == mpu.pp_rank:
             shard = shards[entry.chunk][entry.local_name].detach()
         else:
-            shard = torch.empty(entry.shape, dtype=like.dtype, device=like.device)
+            dtype = like.dtype if entry.trained else torch.float32
+            shard = torch.empty(entry.shape, dtype=dtype, device=like.device)
         if mpu.pp_size > 1:
             shard = shard.contiguous()
             dist.broadcast(shard, src=dist.get_global_rank(mpu.pp_group, entry.stage), group=mpu.pp_group)

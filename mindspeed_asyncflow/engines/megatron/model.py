@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch.utils.checkpoint import checkpoint
@@ -31,7 +32,11 @@ class PolicyModel(GPTModel):
     def __init__(self, *args: Any, temperature: float, true_vocab: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.temperature, self.true_vocab = temperature, true_vocab
-        self.rotary_pos_emb = NoRotary(self.rotary_pos_emb.inv_freq)  # type: ignore[has-type]
+        if self.config.multi_latent_attention:  # each of megatron's layers has a table of its own; ours have none
+            rope = RotaryEmbedding(self.config.qk_pos_emb_head_dim, 1.0, rotary_base=self.config.rotary_base)
+        else:
+            rope = self.rotary_pos_emb  # type: ignore[has-type]
+        self.rotary_pos_emb = NoRotary(rope.inv_freq)
         if self.post_process and self.config.sequence_parallel:
             # positions are picked from the gathered sequence, so the gather, and the reduction of its gradient, happen
             # before the output layer instead of inside it

@@ -101,7 +101,7 @@ class GradientStep:
         mine = NOTHING_BAD
         params = [dict(model.module.named_parameters()) for model in self.models]
         for i, entry in enumerate(plan):
-            if mine < NOTHING_BAD or entry.stage != mpu.pp_rank:
+            if mine < NOTHING_BAD or entry.stage != mpu.pp_rank or not entry.trained:
                 continue
             param = self._param(params[entry.chunk], entry.local_name)
             if not torch.isfinite(param.main_grad).all():

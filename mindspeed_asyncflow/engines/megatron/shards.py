@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mindspeed_asyncflow.config.schema import TrainerConfig
+from mindspeed_asyncflow.engines.megatron.export import held_weights
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.reshard.layout import Layout
 from mindspeed_asyncflow.reshard.model import describe
@@ -34,14 +35,8 @@ def named_shards(bridge: Any, chunks: Sequence[torch.nn.Module]) -> dict[str, to
     shards = {}
     for chunk in chunks:
         names = bridge._weight_name_mapping_mcore_local_to_global(chunk, consider_ep=True)
-        held = {**dict(chunk.named_parameters()), **_router_biases(chunk)}
-        shards.update({names[local]: tensor.detach() for local, tensor in held.items()})
+        shards.update({names[local]: tensor.detach() for local, tensor in held_weights(chunk).items()})
     return shards
-
-
-def _router_biases(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Corrections of expert scores: weights of the model that megatron keeps as buffers."""
-    return {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
 
 
 def check_shards(layout: Layout, rank: int, shards: Mapping[str, torch.Tensor]) -> None:

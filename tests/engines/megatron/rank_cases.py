@@ -51,8 +51,9 @@ def gradients(made: Any) -> dict[str, np.ndarray]:
     from mindspeed_asyncflow.engines.megatron.export import export_tensors
 
     finalize_model_grads(made.models, None)
+    trained = [entry for entry in made.plan if entry.trained]
     grads = [{n: p.main_grad for n, p in chunk.named_parameters()} for chunk in made.chunks]
-    return {name: t.numpy() for name, t in export_tensors(made.bridge, grads, made.plan)}
+    return {name: t.numpy() for name, t in export_tensors(made.bridge, grads, trained)}
 
 
 def agree(rank: int, folder: str, sizes: dict, samples: list, dtype: str = "float32") -> dict[str, Any]:

@@ -39,12 +39,20 @@ CASES = [
     ("qwen2_2_kv_heads", {"tensor_parallel": 4}),
     ("qwen3_2_kv_heads", {"tensor_parallel": 4, "sequence_parallel": True}),
     ("qwen2_1_kv_head", {**TP2, "context_parallel": 2}),
+    ("deepseek_v3", {}),
+    ("deepseek_v3", SP2),
+    ("deepseek_v3", {**PP2, "pipeline_layers": [2, 1], "recompute": True}),
+    ("deepseek_v3", {"context_parallel": 2}),
+    ("deepseek_v3", {**SP2, **DP2, "expert_parallel": 2}),
+    ("deepseek_v3_plain_queries", SP2),
 ]
 KV = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
 MODELS = {  # name -> kind and changed sizes
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3_plain_queries": ("deepseek_v3", {"q_lora_rank": None, "num_hidden_layers": 2}),
     "qwen2_7_layers": ("qwen2", {"num_hidden_layers": 7, "tie_word_embeddings": False}),
     "qwen2_48_layers": ("qwen2", {"num_hidden_layers": 48, "hidden_size": 16, "intermediate_size": 16}),
     "qwen2_1003_tokens": ("qwen2", {"vocab_size": 1003, "num_hidden_layers": 1, "tie_word_embeddings": False}),
@@ -109,6 +117,9 @@ def test_trainer_agrees_with_transformers(groups, models, references, kind, size
             worst = max((distance(r["grads"][n], g), n) for n, g in expected["grads"].items())
             assert worst[0] < 2e-5, worst
         assert all(np.array_equal(w, ranks[0]["weights"][n]) for n, w in r["weights"].items())
+    for name, buffer in dict(models[kind][1].named_buffers()).items():
+        if name.endswith("e_score_correction_bias"):  # a weight that no optimizer step may change
+            assert np.array_equal(ranks[0]["weights"][name], buffer.numpy())
 
 
 def test_distributed_optimizer_takes_the_same_step(groups, models):
@@ -247,8 +258,10 @@ def test_bad_gradient_on_one_rank_is_skipped_by_all(groups, models, sizes, value
         ("qwen3_moe", {**DP2, "expert_parallel": 2}),
         ("qwen2_7_layers", {**PP2, "pipeline_layers": [4, 3]}),
         ("qwen2_2_kv_heads", {"tensor_parallel": 4}),
+        ("deepseek_v3", {**SP2, **DP2, "expert_parallel": 2}),
+        ("deepseek_v3", {**PP2, "pipeline_layers": [1, 2]}),
     ],
-    ids=["one", "pipeline", "tensor", "expert", "uneven", "few_kv_heads"],
+    ids=["one", "pipeline", "tensor", "expert", "uneven", "few_kv_heads", "latent", "latent_pipeline"],
 )
 def test_hugging_face_folder_round_trip_is_bit_exact(groups, models, tmp_path, kind, sizes):
     from safetensors.torch import load_file

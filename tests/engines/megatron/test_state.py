@@ -19,6 +19,7 @@ CASES = [
     ("qwen2", SHARDED, "bfloat16"),
     ("qwen3_moe", {**DP2, "expert_parallel": 2}, "float32"),
     ("qwen3_moe", {**SHARDED, "expert_parallel": 2}, "bfloat16"),
+    ("deepseek_v3", {**TP2, "sequence_parallel": True}, "bfloat16"),
 ]
 
 
@@ -29,7 +30,7 @@ def name_of(case):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    found = {kind: str(tmp_path_factory.mktemp(kind)) for kind in ("qwen2", "qwen3", "qwen3_moe")}
+    found = {kind: str(tmp_path_factory.mktemp(kind)) for kind in ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3")}
     for kind, folder in found.items():
         make_model(kind, folder)
     return found

@@ -30,6 +30,26 @@ def hf_config(kind: str, **changes: Any) -> Any:
     }
     if kind == "qwen2":
         return transformers.Qwen2Config(**{**base, **changes})
+    if kind == "deepseek_v3":
+        base |= {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 48,
+            "num_nextn_predict_layers": 0,
+            "tie_word_embeddings": False,
+        }
+        return transformers.DeepseekV3Config(**{**base, **changes})
     base["head_dim"] = 16
     if kind == "qwen3":
         return transformers.Qwen3Config(**{**base, **changes})
@@ -58,6 +78,9 @@ def make_model(kind: str, folder: str, **changes: Any) -> Any:
                 param.normal_(0, 0.5)
             else:
                 param.mul_(3.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     model.save_pretrained(folder)
     return model
 
