@@ -8,31 +8,40 @@ from typing import Any
 
 import torch
 
+from mindspeed_asyncflow.engines.step_backend import WantedWeight
 from mindspeed_asyncflow.engines.weights import TIED_HEAD, read_folder
 from mindspeed_asyncflow.errors import DataError, WeightSyncError
+from mindspeed_asyncflow.platforms.memory import GENERATION_WEIGHTS, KV_CACHE, DeviceMemory, HostPool
 from mindspeed_asyncflow.records import WeightManifest
 from mindspeed_asyncflow.reshard.relay import RelayReader
+from mindspeed_asyncflow.reshard.swap import HostSwap
 
 _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 
 
 class HostModel:
-    """The model of `folder` in `dtype` (torch name), for inference."""
+    """The model of `folder` in `dtype` (torch name), for inference. All its tensors have storages in `memory`.
 
-    def __init__(self, folder: str, dtype: str) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
+    Embeddings may have more rows than the vocabulary (padding): the rows behind its end are never looked at.
+    """
 
-        logging.disable_progress_bar()
+    def __init__(self, folder: str, dtype: str, memory: DeviceMemory) -> None:
         self.weights = read_folder(folder)
-        try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{folder} cannot be loaded as a causal language model: {error}") from error
+        model = _read_model(folder, dtype, self.weights.embedding_rows)
         self._model = model.eval().requires_grad_(False)
         # transformers 5.2x renamed the argument and warns at every call with the old name.
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        self._parameters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
+        self._memory = memory
+        self._swap = HostSwap(memory, HostPool(memory.platform))
+        self._parameters: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
+        weights = {id(t): t for t in self._parameters.values()}
+        self._weights = list(weights.values())
+        self._constants = [b for b in self._model.buffers() if id(b) not in weights]  # rotary frequencies
+        for tensor in [*self._weights, *self._constants]:
+            # Not as loaded: those storages may map the file, or be shared.
+            place = memory.tensor(GENERATION_WEIGHTS, tensor.shape, tensor.dtype)
+            tensor.data = place.copy_(tensor)
+        self._dropped: list[int] = []  # storage bytes of `_weights` while they are gone
 
     def new_cache(self) -> Any:
         from transformers import DynamicCache
@@ -41,7 +50,7 @@ class HostModel:
 
     @torch.inference_mode()
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, *, cache: Any = None, keep: int = 0) -> torch.Tensor:
-        """[B, keep, V] logits of the last `keep` positions (all, if 0) of left-padded `ids` [B, T].
+        """[B, keep, V] logits of the last `keep` positions (all, if 0) of left-padded `ids` [B, T]; V: the vocabulary.
 
         `mask` [B, T + cached] is 1 on real tokens; positions count real tokens only.
         """
@@ -54,7 +63,17 @@ class HostModel:
             logits_to_keep=keep,
             **{self._cache_name: cache},
         )
-        return output.logits
+        self._account(cache)
+        return output.logits[..., : self.weights.vocab_size]
+
+    def select(self, cache: Any, rows: torch.Tensor) -> None:
+        """Keep these `rows` [R] of a cache."""
+        cache.batch_select_indices(rows)
+        self._account(cache)
+
+    def _account(self, cache: Any) -> None:
+        layers = () if cache is None else cache.layers
+        self._memory.adopt(KV_CACHE, [t for x in layers if x.is_initialized for t in (x.keys, x.values)])
 
     @torch.no_grad()
     def load(self, manifest: WeightManifest) -> str:
@@ -65,6 +84,46 @@ class HostModel:
             self._target(name).copy_(tensor)
         reader.check()  # the writer must not have recycled the slot while we copied
         return fingerprint
+
+    def weights_wanted(self) -> tuple[WantedWeight, ...]:
+        wanted = []
+        for name, shape in self.weights.shapes.items():
+            if not (name == TIED_HEAD and self.weights.tied):
+                wanted.append(WantedWeight(name, self._dtype_of(name), shape))
+        return tuple(wanted)
+
+    def _dtype_of(self, name: str) -> str:
+        owner = self._parameters.get(name, self._model.get_input_embeddings().weight)  # experts: like the embedding
+        return str(owner.dtype).removeprefix("torch.")
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The weights that `weights_wanted` names; writing them changes the model."""
+        return {wanted.name: self._target(wanted.name).detach() for wanted in self.weights_wanted()}
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Free all device memory; what is kept goes to the host."""
+        if keep_weights:
+            self._swap.out({GENERATION_WEIGHTS: [*self._weights, *self._constants]})
+        else:
+            self._swap.out({GENERATION_WEIGHTS: self._constants})
+            self._dropped = [self._memory.release(t) for t in self._weights]
+
+    def wake(self) -> None:
+        """Device memory as before; contents of weights that were not kept are undefined."""
+        self._swap.back()
+        dropped, self._dropped = self._dropped, []
+        for tensor, nbytes in zip(self._weights, dropped, strict=bool(dropped)):
+            self._memory.restore(tensor, nbytes)
+
+    def device_bytes(self) -> int:
+        """Bytes of weights and caches in the device memory that this model lives in."""
+        usage = self._memory.usage()
+        return usage[GENERATION_WEIGHTS] + usage[KV_CACHE]
+
+    def close(self) -> None:
+        """Free the weights. The model cannot be used again."""
+        for tensor in [*self._weights, *self._constants]:
+            tensor.data = torch.empty(0, dtype=tensor.dtype)
 
     def _target(self, name: str) -> torch.Tensor:
         """Where the tensor of this Hugging Face name lives. transformers 5 keeps all experts of a layer in one tensor:
@@ -82,3 +141,19 @@ class HostModel:
             return expert
         gate, up = expert.chunk(2, dim=0)
         return gate if match["part"] == "gate" else up
+
+
+def _read_model(folder: str, dtype: str, rows: int) -> Any:
+    """The transformers model with `rows` embedding rows. Raises `DataError`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config.vocab_size = max(config.vocab_size, rows)
+        return AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=getattr(torch, dtype), local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder} cannot be loaded as a causal language model: {error}") from error

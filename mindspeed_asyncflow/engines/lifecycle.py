@@ -3,7 +3,8 @@
     RUNNING --pause--> PAUSED --resume--> RUNNING
     RUNNING, PAUSED, DIRTY --begin_update--> UPDATING --end_update--> what it was before (RUNNING or PAUSED)
     UPDATING --fail_update--> DIRTY        (only a complete update leaves DIRTY)
-    PAUSED --sleep--> SLEEPING --wake--> PAUSED
+    PAUSED --sleep(1)--> SLEEPING --wake--> PAUSED
+    PAUSED --sleep(2)--> SLEEPING --wake--> DIRTY   (the weights are gone; after the update it is PAUSED)
 
 Every other move raises `EngineError` and changes nothing.
 """
@@ -23,12 +24,18 @@ PAUSE_MODES = ("keep", "wait", "abort")
 
 
 class Lifecycle:
-    """State and served version of one engine."""
+    """State and served version of one engine, and the fingerprint of its weights.
+
+    The fingerprint is "" while the weights of the model folder are served, which nobody published.
+    """
 
     def __init__(self, version: int = 0) -> None:
         self.state = RUNNING
         self.version = version
+        self.fingerprint = ""
         self._after_update = RUNNING
+        self._oldest = 0  # version that the update under way may lead to
+        self._weights_kept = True
 
     def require(self, verb: str, *allowed: str) -> None:
         """Raise `EngineError` unless the state is one of `allowed`."""
@@ -43,13 +50,20 @@ class Lifecycle:
         self.require("resume", PAUSED)
         self.state = RUNNING
 
-    def sleep(self) -> None:
+    def sleep(self, level: int = 1) -> None:
+        """Level 1 keeps the weights somewhere, level 2 does not."""
         self.require("sleep", PAUSED)
         self.state = SLEEPING
+        self._weights_kept = level < 2
+
+    def sleep_failed(self) -> None:
+        """Nobody knows which weights are left."""
+        self.require("failure of sleep", SLEEPING)
+        self.state, self._after_update = DIRTY, PAUSED
 
     def wake(self) -> None:
         self.require("wake", SLEEPING)
-        self.state = PAUSED
+        self.state, self._after_update = (PAUSED if self._weights_kept else DIRTY), PAUSED
 
     def begin_update(self, version: int) -> None:
         """Enter UPDATING towards `version`, which must not be older than the served one unless DIRTY."""
@@ -60,11 +74,15 @@ class Lifecycle:
                     f"update to version {version} refused: version {self.version} is served and versions only rise"
                 )
             self._after_update = self.state
+        self._oldest = version
         self.state = UPDATING
 
-    def end_update(self, version: int) -> None:
+    def end_update(self, version: int, fingerprint: str = "") -> None:
+        """Serve `version`, which must not be older than the one that was begun."""
         self.require("end of update", UPDATING)
-        self.version = version
+        if version < self._oldest:
+            raise WeightSyncError(f"update to version {version} refused: it was begun towards {self._oldest} or newer")
+        self.version, self.fingerprint = version, fingerprint
         self.state = self._after_update
 
     def fail_update(self) -> None:
@@ -75,16 +93,18 @@ class Lifecycle:
 class SpanTrack:
     """Which version sampled which tokens of one answer, while the answer grows."""
 
-    __slots__ = ("spans",)
+    __slots__ = ("fingerprint", "spans")
 
     def __init__(self, resumed: tuple[VersionSpan, ...] = ()) -> None:
         self.spans: list[VersionSpan] = list(resumed)
+        self.fingerprint = ""  # of the weights that sampled the last token; "" while all tokens were resumed
 
-    def cut(self, version: int, length: int) -> None:
-        """All tokens after the last span, up to `length` in all, were sampled by `version`."""
+    def cut(self, version: int, length: int, fingerprint: str = "") -> None:
+        """All tokens after the last span, up to `length` in all, were sampled by `version` with these weights."""
         start = self.spans[-1].end if self.spans else 0
         if length <= start:
             return
+        self.fingerprint = fingerprint
         if self.spans and self.spans[-1].version == version:
             start = self.spans.pop().start
         self.spans.append(VersionSpan(version, start, length))

@@ -15,10 +15,13 @@ from mindspeed_asyncflow.engines.base import EngineCaps
 from mindspeed_asyncflow.engines.hf_model import HostModel
 from mindspeed_asyncflow.engines.lifecycle import PAUSE_MODES
 from mindspeed_asyncflow.engines.sampling import sample
-from mindspeed_asyncflow.engines.step_backend import Finished
+from mindspeed_asyncflow.engines.step_backend import Finished, WantedWeight
 from mindspeed_asyncflow.engines.stepped import SteppedEngine
 from mindspeed_asyncflow.errors import EngineError
+from mindspeed_asyncflow.platforms.cpu import CpuPlatform
+from mindspeed_asyncflow.platforms.memory import DeviceMemory
 from mindspeed_asyncflow.records import GenRequest, WeightManifest
+from mindspeed_asyncflow.reshard.fingerprint import fingerprint_of
 
 START_TIMEOUT_S = 120.0
 SCORE_BATCH_TOKENS = 16384  # padded tokens of one scoring forward
@@ -67,7 +70,7 @@ class _Cohort:
             self._mask = torch.cat([self._mask, torch.ones(len(self.rows), 1, dtype=torch.long)], dim=1)
         return model.forward(ids, self._mask, cache=self._cache, keep=1)[:, 0]
 
-    def keep(self, rows: list[_Row]) -> None:
+    def keep(self, model: HostModel, rows: list[_Row]) -> None:
         """Drop the other rows."""
         if len(rows) < len(self.rows):
             kept = set(rows)
@@ -75,7 +78,7 @@ class _Cohort:
             self.rows = [self.rows[i] for i in index.tolist()]
             if self._cache is not None and self.rows:
                 self._mask = self._mask[index]
-                self._cache.batch_select_indices(index)
+                model.select(self._cache, index)
 
     def drop_cache(self) -> None:
         self._cache = None
@@ -92,9 +95,10 @@ class ReferenceBackend:
         max_model_len: int,
         stop_token_ids: tuple[int, ...],
         score_temperature: float,
+        memory: DeviceMemory,
     ) -> None:
         torch.set_num_threads(rollout.threads)
-        self._model = HostModel(model_folder, dtype)
+        self._model = HostModel(model_folder, dtype, memory)
         self._max_running = rollout.max_running
         self._max_model_len = max_model_len
         self._stop_token_ids = stop_token_ids
@@ -104,10 +108,9 @@ class ReferenceBackend:
         self.caps = EngineCaps(
             name="reference",
             pause_modes=PAUSE_MODES,
-            sleep_levels=(1,),
-            transports=("relay",),
+            sleep_levels=(1, 2),
+            transports=("relay", "in_place"),
             expert_parallel=False,
-            notes="sleep frees no memory",
         )
 
     def check(self, request: GenRequest) -> None:
@@ -154,7 +157,7 @@ class ReferenceBackend:
                 finished.append(row.finished(reason))
             else:
                 left.append(row)
-        cohort.keep(left)
+        cohort.keep(self._model, left)
         return finished
 
     def _rows(self) -> list[_Row]:
@@ -168,7 +171,7 @@ class ReferenceBackend:
         ended = [row for row in self._rows() if row.request.request_id in wanted]
         self._waiting = deque(row for row in self._waiting if row.request.request_id not in wanted)
         for cohort in self._cohorts:
-            cohort.keep([row for row in cohort.rows if row.request.request_id not in wanted])
+            cohort.keep(self._model, [row for row in cohort.rows if row.request.request_id not in wanted])
         self._cohorts = [c for c in self._cohorts if c.rows]
         return [row.finished("abort") for row in ended]
 
@@ -177,6 +180,15 @@ class ReferenceBackend:
 
     def load(self, manifest: WeightManifest) -> str:
         return self._model.load(manifest)
+
+    def weights_wanted(self) -> tuple[WantedWeight, ...]:
+        return self._model.weights_wanted()
+
+    def generation_buffers(self) -> dict[str, torch.Tensor]:
+        return self._model.buffers()
+
+    def buffers_fingerprint(self) -> str:
+        return fingerprint_of(self._model.buffers())
 
     def clear_caches(self) -> None:
         for cohort in self._cohorts:
@@ -199,13 +211,18 @@ class ReferenceBackend:
         return scores
 
     def sleep(self, level: int) -> None:
-        """Host memory only: there is nothing to free."""
+        self._cohorts = []  # the caches go with them
+        self._model.sleep(keep_weights=level < 2)
 
     def wake(self) -> None:
-        """See `sleep`."""
+        self._model.wake()
+
+    def residual_bytes(self) -> int:
+        return self._model.device_bytes()
 
     def close(self) -> None:
         self._cohorts, self._waiting = [], deque()
+        self._model.close()
 
 
 def pad_left(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,8 +240,8 @@ class ReferenceEngine(SteppedEngine):
     """Same constructor as `VLLMEngine`; `seed` is unused because every request brings its own.
 
     `score_temperature` divides the logits in `score`: the frozen reference of a KL term is compared with a policy at
-    the sampling temperature. `max_model_len` counts prompt and answer together. Raises `DataError` when the folder
-    cannot be loaded.
+    the sampling temperature. `max_model_len` counts prompt and answer together. Weights and caches lie in `memory`
+    (None: one of its own). Raises `DataError` when the folder cannot be loaded.
     """
 
     def __init__(
@@ -237,10 +254,14 @@ class ReferenceEngine(SteppedEngine):
         seed: int,
         stop_token_ids: tuple[int, ...],
         score_temperature: float = 1.0,
+        memory: DeviceMemory | None = None,
     ) -> None:
+        books = memory or DeviceMemory(CpuPlatform())
         super().__init__(
             "reference",
-            lambda: ReferenceBackend(model_folder, rollout, dtype, max_model_len, stop_token_ids, score_temperature),
+            lambda: ReferenceBackend(
+                model_folder, rollout, dtype, max_model_len, stop_token_ids, score_temperature, books
+            ),
             start_timeout_s=START_TIMEOUT_S,
             command_timeout_s=rollout.timeout_s,
         )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from mindspeed_asyncflow.engines.base import EngineCaps
 from mindspeed_asyncflow.records import GenRequest, WeightManifest
@@ -20,6 +21,14 @@ class Finished:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     reason: str  # stop | length | abort | error
+
+
+class WantedWeight(NamedTuple):
+    """One weight as the engine wants it."""
+
+    name: str  # of Hugging Face, experts one by one; a tied output head is not wanted
+    dtype: str  # torch name, e.g. "bfloat16"
+    shape: tuple[int, ...]
 
 
 class StepBackend(Protocol):
@@ -55,6 +64,18 @@ class StepBackend(Protocol):
         """Replace all weights; return the fingerprint of the bytes that were loaded."""
         ...
 
+    def weights_wanted(self) -> tuple[WantedWeight, ...]:
+        """What a complete update consists of."""
+        ...
+
+    def generation_buffers(self) -> dict[str, torch.Tensor]:
+        """The weights themselves by Hugging Face name. Raises `EngineError` where others must not write them."""
+        ...
+
+    def buffers_fingerprint(self) -> str:
+        """`fingerprint_of` the generation buffers."""
+        ...
+
     def clear_caches(self) -> None:
         """Drop all cached keys and values; running requests compute theirs again. Raises if that fails."""
         ...
@@ -63,8 +84,16 @@ class StepBackend(Protocol):
         """float32 [L] log-probabilities at temperature 1 for (prompt [P], response [L]) pairs."""
         ...
 
-    def sleep(self, level: int) -> None: ...
+    def sleep(self, level: int) -> None:
+        """1: weights leave the device and come back at `wake`; 2: they are dropped. Caches are dropped by both."""
+        ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Device memory as before `sleep`; after level 2 the weights' contents are undefined."""
+        ...
+
+    def residual_bytes(self) -> int:
+        """Bytes of weights and caches on the device now."""
+        ...
 
     def close(self) -> None: ...

@@ -19,12 +19,13 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 import numpy as np
+import torch
 
 from mindspeed_asyncflow.engines import lifecycle as states
 from mindspeed_asyncflow.engines.base import EngineCaps
 from mindspeed_asyncflow.engines.calls import CallQueue
 from mindspeed_asyncflow.engines.lifecycle import Lifecycle
-from mindspeed_asyncflow.engines.step_backend import Finished, StepBackend
+from mindspeed_asyncflow.engines.step_backend import Finished, StepBackend, WantedWeight
 from mindspeed_asyncflow.engines.tickets import Books, Ticket, check_request
 from mindspeed_asyncflow.errors import DeadlineExceeded, EngineError, WeightSyncError
 from mindspeed_asyncflow.records import Completion, GenRequest, UpdateReport, WeightManifest
@@ -52,6 +53,7 @@ class SteppedEngine:
         self._running: set[str] = set()  # admitted and unfinished
         self._draining: Future[None] | None = None  # a pause that waits until nothing runs
         self._closing = False
+        self._update_began = 0.0  # monotonic seconds
         started: Future[StepBackend] = Future()
         self._thread = threading.Thread(target=self._main, args=(build, started), name=f"{name}-engine", daemon=True)
         self._thread.start()
@@ -65,6 +67,11 @@ class SteppedEngine:
     @property
     def version(self) -> int:
         return self._life.version
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights of `version`; "" while those of the model folder are served."""
+        return self._life.fingerprint
 
     @property
     def state(self) -> str:
@@ -129,6 +136,34 @@ class SteppedEngine:
     def update(self, manifest: WeightManifest) -> UpdateReport:
         """See `RolloutEngine.update`. A manifest that does not fit the model is refused before anything changes."""
         return self._call("update", lambda: self._update(manifest))
+
+    def weights_wanted(self) -> tuple[WantedWeight, ...]:
+        """Name, dtype and shape of all weights, from the engine's own model; also while it sleeps."""
+        return self._backend.weights_wanted()
+
+    def generation_buffers(self) -> dict[str, torch.Tensor]:
+        """Begin an update that the caller carries out: the very weights by Hugging Face name, to be filled completely.
+
+        A sleeping engine is woken first; then it is UPDATING, samples nothing, and waits for `loaded` or `load_failed`.
+        After `sleep(2)` the contents are undefined. Raises `EngineError` where caps.transports lacks "in_place".
+        """
+        return self._call("generation buffers", self._begin_fill)
+
+    def loaded(self, version: int, fingerprint: str = "") -> UpdateReport:
+        """The generation buffers hold `version` completely: clear every cache and serve it.
+
+        The fingerprint is taken from the buffers; where one is given and differs, the engine becomes DIRTY and
+        `WeightSyncError` is raised.
+        """
+        return self._call("end of the load", lambda: self._loaded(version, fingerprint))
+
+    def load_failed(self, why: str) -> None:
+        """The generation buffers were not filled: the engine becomes DIRTY and its requests are aborted."""
+        self._call("failure of the load", lambda: self._load_failed(why))
+
+    def residual_bytes(self) -> int:
+        """Bytes of weights and caches that the engine holds on the device now. While SLEEPING: what it did not free."""
+        return self._call("residual bytes", self._backend.residual_bytes)
 
     def score(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
         """See `RolloutEngine.score`. Possible while RUNNING, and while PAUSED with no request frozen in the model."""
@@ -210,7 +245,7 @@ class SteppedEngine:
     def _finish(self, finished: Sequence[Finished]) -> None:
         if finished:
             self._running.difference_update(done.request_id for done in finished)
-            self._books.deliver(finished, self._life.version)
+            self._books.deliver(finished, self._life.version, self._life.fingerprint)
 
     def _abort(self, request_ids: Sequence[str] | None) -> None:
         wanted = self._running | self._held.keys() if request_ids is None else set(request_ids)
@@ -248,24 +283,60 @@ class SteppedEngine:
 
     def _update(self, manifest: WeightManifest) -> UpdateReport:
         self._backend.check_manifest(manifest)
-        self._life.begin_update(manifest.version)
-        self._books.cut(self._life.version, self._backend.progress())
-        start = time.monotonic()
+        self._begin_update(manifest.version)
         try:
             fingerprint = self._backend.load(manifest)
             if fingerprint != manifest.fingerprint:
                 raise WeightSyncError(f"loaded bytes have fingerprint {fingerprint}, published {manifest.fingerprint}")
-            self._backend.clear_caches()
+            return self._end_update(manifest.version, fingerprint)
         except Exception as error:  # boundary: half-loaded weights must never serve
-            self._life.fail_update()
-            self._stop_draining("an update failed")
-            self._abort(None)
-            raise WeightSyncError(
-                f"{self._name}: loading weight version {manifest.version} failed ({error}); the engine is DIRTY, its "
-                "requests were aborted, and only a complete update or a restart brings it back"
-            ) from error
-        self._life.end_update(manifest.version)
-        return UpdateReport(manifest.version, time.monotonic() - start, fingerprint)
+            raise self._failed_update(f"loading weight version {manifest.version} failed ({error})") from error
+
+    def _begin_update(self, version: int) -> None:
+        self._life.begin_update(version)
+        self._update_began = time.monotonic()
+        self._books.cut(self._life.version, self._life.fingerprint, self._backend.progress())
+
+    def _end_update(self, version: int, fingerprint: str) -> UpdateReport:
+        self._backend.clear_caches()
+        self._life.end_update(version, fingerprint)
+        if self._life.state == states.RUNNING and self._draining is None:
+            self._admit_held()
+        return UpdateReport(version, time.monotonic() - self._update_began, fingerprint)
+
+    def _failed_update(self, what: str) -> WeightSyncError:
+        self._life.fail_update()
+        self._stop_draining("an update failed")
+        self._abort(None)
+        return WeightSyncError(
+            f"{self._name}: {what}; the engine is DIRTY, its requests were aborted, and only a complete update or a "
+            "restart brings it back"
+        )
+
+    def _begin_fill(self) -> dict[str, torch.Tensor]:
+        if "in_place" not in self._backend.caps.transports:
+            raise EngineError(f"{self._name} places its weights itself; give it a relay version by update")
+        if self._life.state == states.SLEEPING:
+            self._wake()
+        self._life.require("load", states.RUNNING, states.PAUSED, states.DIRTY)
+        self._stop_draining("a weight load overtook it")
+        buffers = self._backend.generation_buffers()
+        self._begin_update(self._life.version)
+        return buffers
+
+    def _loaded(self, version: int, published: str) -> UpdateReport:
+        self._life.require("end of the load", states.UPDATING)
+        try:
+            found = self._backend.buffers_fingerprint()
+            if published and found != published:
+                raise WeightSyncError(f"loaded bytes have fingerprint {found}, published {published}")
+            return self._end_update(version, found)
+        except Exception as error:  # boundary: half-loaded weights must never serve
+            raise self._failed_update(f"taking over weight version {version} failed ({error})") from error
+
+    def _load_failed(self, why: str) -> None:
+        self._life.require("failure of the load", states.UPDATING)
+        self._failed_update(why)
 
     def _score(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
         self._life.require("score", states.RUNNING, states.PAUSED)
@@ -279,8 +350,12 @@ class SteppedEngine:
         self._life.require("sleep", states.PAUSED)
         if self._running:
             raise EngineError(f"sleep would lose the cache of {len(self._running)} frozen requests; abort them first")
-        self._backend.sleep(level)
-        self._life.sleep()
+        self._life.sleep(level)
+        try:
+            self._backend.sleep(level)
+        except Exception as error:  # boundary: weights that are partly gone must never serve
+            self._life.sleep_failed()
+            raise EngineError(f"{self._name}: sleep({level}) failed ({error}); the engine is DIRTY") from error
 
     def _wake(self) -> None:
         self._life.require("wake", states.SLEEPING)

@@ -64,16 +64,16 @@ class Books:
             for request_id in ticket.open:
                 self._forget(request_id)
 
-    def cut(self, version: int, sampled: dict[str, int]) -> None:
-        """All tokens that these requests have by now (`sampled` since admission) came from `version`."""
+    def cut(self, version: int, fingerprint: str, sampled: dict[str, int]) -> None:
+        """All tokens that these requests have by now (`sampled` since admission) came from these weights."""
         for request_id, count in sampled.items():
-            self._tracks[request_id].cut(version, count + _resumed(self._requests[request_id]))
+            self._tracks[request_id].cut(version, count + _resumed(self._requests[request_id]), fingerprint)
 
-    def deliver(self, finished: Sequence[Finished], version: int) -> None:
-        """Make the answers, their last tokens sampled by `version`, and put them into their callers' mailboxes."""
+    def deliver(self, finished: Sequence[Finished], version: int, fingerprint: str) -> None:
+        """Make the answers, their last tokens sampled by these weights, and put them into their callers' mailboxes."""
         per_ticket: dict[Ticket, list[Completion]] = {}
         for done in finished:
-            answer = self._completion(done, version)
+            answer = self._completion(done, version, fingerprint)
             per_ticket.setdefault(self._tickets[done.request_id], []).append(answer)
         with self._lock:
             for done in finished:
@@ -90,7 +90,7 @@ class Books:
     def _forget(self, request_id: str) -> None:
         del self._tickets[request_id], self._requests[request_id], self._tracks[request_id]
 
-    def _completion(self, done: Finished, version: int) -> Completion:
+    def _completion(self, done: Finished, version: int, fingerprint: str) -> Completion:
         request = self._requests[done.request_id]
         ids = np.asarray(done.token_ids, dtype=np.int32)
         logprobs = np.asarray(done.logprobs, dtype=np.float32)
@@ -98,8 +98,8 @@ class Books:
             ids = np.concatenate([request.resume_ids.astype(np.int32), ids])
             logprobs = np.concatenate([request.resume_logprobs.astype(np.float32), logprobs])
         track = self._tracks[done.request_id]
-        track.cut(version, len(ids))
-        return Completion(done.request_id, ids, logprobs, done.reason, tuple(track.spans))
+        track.cut(version, len(ids), fingerprint)
+        return Completion(done.request_id, ids, logprobs, done.reason, tuple(track.spans), track.fingerprint)
 
 
 def _resumed(request: GenRequest) -> int:

@@ -13,6 +13,7 @@ from mindspeed_asyncflow.errors import DataError, EngineError, WeightSyncError
 from mindspeed_asyncflow.records import WeightManifest
 
 TIED_HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,11 @@ class FolderWeights:
     shapes: dict[str, tuple[int, ...]]
     tied: bool
     vocab_size: int
+
+    @property
+    def embedding_rows(self) -> int:
+        """Rows of the embedding in the files; more than `vocab_size` where it is padded."""
+        return self.shapes.get(EMBEDDING, (self.vocab_size,))[0]
 
     @property
     def has_experts(self) -> bool:

@@ -60,7 +60,8 @@ class DeviceMemory:
                     continue
                 other = next((k for k, known in self._kinds.items() if ref.cdata in known), None)
                 if other is not None:
-                    raise PlatformError(f"a storage of {tensor.untyped_storage().nbytes()} bytes is {other}, not {kind}")
+                    nbytes = tensor.untyped_storage().nbytes()
+                    raise PlatformError(f"a storage of {nbytes} bytes is counted as {other}, not {kind}")
                 books[ref.cdata] = ref
             self._note_peak()
 
@@ -97,7 +98,7 @@ class DeviceMemory:
         return nbytes
 
     def restore(self, tensor: torch.Tensor, nbytes: int) -> None:
-        """Give a released storage `nbytes` bytes again; contents are undefined. Raises `PlatformError` if it has any."""
+        """Give a released storage `nbytes` bytes of undefined contents. Raises `PlatformError` if it has any."""
         storage = tensor.untyped_storage()
         if storage.nbytes():
             raise PlatformError(f"a storage to restore has {storage.nbytes()} bytes already: it was resized by others")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
 
 
 def checksum(data: Any, start: int = 0) -> int:
@@ -17,3 +21,17 @@ def checksum(data: Any, start: int = 0) -> int:
 def fingerprint(digest: bytes, checksums: np.ndarray) -> str:
     """16 hex digits: blake2b over the table's digest (names, dtypes, shapes, boxes) and uint32 [shards] checksums."""
     return blake2b(digest + np.ascontiguousarray(checksums, "<u4").tobytes(), digest_size=8).hexdigest()
+
+
+def fingerprint_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """16 hex digits over whole host tensors, whatever the order of the mapping: names, dtypes, shapes and bytes."""
+    import torch
+
+    names = sorted(tensors)
+    digest = blake2b(digest_size=16)
+    checksums = []
+    for name in names:
+        tensor = tensors[name].detach().contiguous()
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        checksums.append(checksum(tensor.reshape(-1).view(torch.uint8).numpy()))
+    return fingerprint(digest.digest(), np.array(checksums, np.uint32))

@@ -27,12 +27,12 @@ def test_partial_answers_are_joined_with_what_they_resumed() -> None:
     )
     books, ticket = Books(), Ticket([resumed])
     books.open(ticket)
-    books.deliver([Finished("r", [3, 2], [-4.0, -5.0], "length")], version=5)
+    books.deliver([Finished("r", [3, 2], [-4.0, -5.0], "length")], 5, "5a5a")
     (done,) = ticket.collect(lambda: 1.0)
     assert done.token_ids.tolist() == [7, 8, 9, 3, 2]
     assert done.logprobs.tolist() == [-1, -2, -3, -4, -5]
     assert done.spans == (VersionSpan(4, 0, 3), VersionSpan(5, 3, 5))
-    assert (done.version_min, done.version_max) == (4, 5)
+    assert (done.version_min, done.version_max, done.fingerprint) == (4, 5, "5a5a")
 
 
 def test_answers_reach_the_call_that_asked_and_free_their_ids() -> None:
@@ -42,7 +42,7 @@ def test_answers_reach_the_call_that_asked_and_free_their_ids() -> None:
     books.open(second)
     with pytest.raises(EngineError, match=r"\['c'\] are running"):
         books.open(Ticket([ask("c", prompt(1), 2)]))
-    books.deliver([Finished("c", [1], [0.0], "stop"), Finished("b", [], [], "abort")], version=0)
+    books.deliver([Finished("c", [1], [0.0], "stop"), Finished("b", [], [], "abort")], 0, "")
     assert [c.request_id for c in second.collect(lambda: 0.0)] == ["c"]
     with pytest.raises(queue.Empty):
         list(first.collect(lambda: 0.0))

@@ -7,19 +7,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mindspeed_asyncflow.config.schema import RolloutConfig
 from mindspeed_asyncflow.engines.base import EngineCaps
 from mindspeed_asyncflow.engines.lifecycle import PAUSE_MODES
-from mindspeed_asyncflow.engines.step_backend import Finished
+from mindspeed_asyncflow.engines.step_backend import Finished, WantedWeight
 from mindspeed_asyncflow.engines.vllm import versions
-from mindspeed_asyncflow.engines.weights import FolderWeights
+from mindspeed_asyncflow.engines.weights import TIED_HEAD, FolderWeights
 from mindspeed_asyncflow.errors import EngineError, WeightSyncError
 from mindspeed_asyncflow.records import GenRequest, SamplingSpec, WeightManifest
 from mindspeed_asyncflow.reshard.relay import manifest_to_json
+
+if TYPE_CHECKING:
+    import torch
 
 CPU_BLOCK_TOKENS = 32  # smallest KV block that vLLM's fast CPU attention takes; prefixes are shared in whole blocks
 MAX_STEP_TOKENS = 16384  # most tokens of one step; longer prefills are cut
@@ -62,6 +65,9 @@ class VLLMBackend:
         torch._dynamo.config.disable = True  # here too: torch may have read the environment before we wrote it
         self._shape = versions.shape_for(vllm.__version__, cpu=cpu, experts=weights.has_experts)
         self._weights = weights
+        self._dtype = dtype
+        self._sleeps_for_real = sleep_enabled and not cpu
+        self._asleep = 0  # sleep level; 2 also while only the cache is still asleep
         self._max_model_len = max_model_len
         self._stop_token_ids = stop_token_ids
         args = _engine_args(
@@ -92,10 +98,10 @@ class VLLMBackend:
         self.caps = EngineCaps(
             name=f"vllm {vllm.__version__}",
             pause_modes=PAUSE_MODES,
-            sleep_levels=(1,) if cpu else ((1, 2) if sleep_enabled else ()),
+            sleep_levels=(1, 2) if cpu or sleep_enabled else (),
             transports=("relay",),
             expert_parallel=not cpu,
-            notes="sleep frees no memory on CPU" if cpu else "",
+            notes="sleep frees no memory on CPU: see residual_bytes" if cpu else "",
         )
 
     def _unlink_collective_memory(self) -> None:
@@ -200,7 +206,20 @@ class VLLMBackend:
         fingerprints = set(versions.update_weights(rpc, self._shape, manifest_to_json(manifest)))
         if len(fingerprints) != 1:
             raise WeightSyncError(f"workers of one replica loaded different bytes: {sorted(fingerprints)}")
+        if self._asleep == 2:  # it would have been in the way of the load
+            self._core.model_executor.wake_up(["kv_cache"])
+            self._asleep = 0
         return fingerprints.pop()
+
+    def weights_wanted(self) -> tuple[WantedWeight, ...]:
+        optional = {TIED_HEAD} if self._weights.tied else set()
+        return tuple(WantedWeight(n, self._dtype, s) for n, s in self._weights.shapes.items() if n not in optional)
+
+    def generation_buffers(self) -> dict[str, torch.Tensor]:
+        raise EngineError("vLLM keeps weights in layouts of its own kernels; give it a relay version by update")
+
+    def buffers_fingerprint(self) -> str:
+        raise EngineError("vLLM has no generation buffers")
 
     def clear_caches(self) -> None:
         if not self._core.reset_prefix_cache(reset_running_requests=True):
@@ -234,9 +253,18 @@ class VLLMBackend:
 
     def sleep(self, level: int) -> None:
         self._core.model_executor.sleep(level)
+        self._asleep = level
 
     def wake(self) -> None:
-        self._core.model_executor.wake_up(None)
+        """After level 2 the cache stays asleep until the weights are loaded."""
+        self._core.model_executor.wake_up(["weights"] if self._asleep == 2 else None)
+        self._asleep = 2 if self._asleep == 2 else 0
+
+    def residual_bytes(self) -> int:
+        """Summed over the workers. Where sleep works, vLLM's allocator has unmapped everything behind the storages."""
+        if self._asleep and self._sleeps_for_real:
+            return 0
+        return sum(self._core.collective_rpc("storage_bytes"))
 
     def close(self) -> None:
         self._core.shutdown()

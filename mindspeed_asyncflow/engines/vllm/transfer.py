@@ -112,6 +112,12 @@ class RelayWorker:
         self._relay_open = False
         return self._relay_loaded or self.weight_transfer_engine.loaded
 
+    def storage_bytes(self) -> int:
+        """Bytes of the storages of this worker's weights and key/value caches, each storage once."""
+        model, caches = self.model_runner.model, self.model_runner.kv_caches
+        storages = [t.untyped_storage() for t in [*model.parameters(), *model.buffers(), *caches]]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
     def collective_prefix(self) -> str:
         """How the names of the shared-memory files begin over which vLLM's CPU workers reduce."""
         return os.environ["VLLM_DIST_IDENT"]
