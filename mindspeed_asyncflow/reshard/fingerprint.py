@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -25,13 +26,17 @@ def fingerprint(digest: bytes, checksums: np.ndarray) -> str:
 
 def fingerprint_of(tensors: Mapping[str, torch.Tensor]) -> str:
     """16 hex digits over whole host tensors, whatever the order of the mapping: names, dtypes, shapes and bytes."""
-    import torch
-
     names = sorted(tensors)
     digest = blake2b(digest_size=16)
     checksums = []
     for name in names:
         tensor = tensors[name].detach().contiguous()
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        checksums.append(checksum(tensor.reshape(-1).view(torch.uint8).numpy()))
+        checksums.append(checksum(_host_bytes(tensor)))
     return fingerprint(digest.digest(), np.array(checksums, np.uint32))
+
+
+def _host_bytes(tensor: torch.Tensor) -> Any:
+    """The bytes of a contiguous host tensor, valid while it lives. Not by `numpy()`, after which torch refuses for ever
+    to resize the storage, and no weight could leave its device any more."""
+    return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
