@@ -203,7 +203,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("weight_sync/version", "versions", "last", "", "",
            "Newest version that every replica serves."),
     Metric("weight_sync/behind_max", "versions", "last", "", "",
-           "Most versions that a replica is behind the newest published one when the step ends."),
+           "Most versions that a replica was behind the newest published one while it answered."),
     Metric("weight_sync/probe_gap_max", "nat", "max", "", "",
            "Largest |log pi - log mu| on the fixed probe answers, trainer and engine at the same version: numerical "
            "difference only."),

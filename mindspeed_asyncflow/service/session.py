@@ -24,7 +24,7 @@ from mindspeed_asyncflow.service.placement import DEVICE
 from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.run import Run
-from mindspeed_asyncflow.workflow.weight_sync import WeightSync
+from mindspeed_asyncflow.workflow.weight_sync import WeightSync, expected_of
 
 T = TypeVar("T")
 CLOSE_S = 5.0  # workers get this long to close in order before they are killed
@@ -140,10 +140,11 @@ class Session:
         say("checking weights of trainer and rollout")
         await self._choose_probe()
         starting = asyncio.gather(*(t.start(0, self.sync.probe) for t in self.trainers))
-        first = await self._within(starting, "the trainer ranks to score the probe answers")
+        await self._within(starting, "the trainer ranks to begin")
+        expected = expected_of(self.trainers)
         writing = asyncio.gather(*(t.published(0) for t in self.trainers))
         shards = await self._within(writing, "the trainer ranks to publish the starting weights")
-        self.sync.publish(shards, next((f.probe for f in first if f.probe), []))
+        self.sync.publish(shards, expected)
         await self.bring_all_up()
         if self.config.evaluation.prompts and self.prompts.heldout:
             say("evaluating held-out prompts")

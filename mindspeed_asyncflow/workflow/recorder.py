@@ -170,7 +170,7 @@ class StepRecorder:
             "weight_sync/publish_s": sync.publish_s,
             "weight_sync/publish_exposed_s": max(f.waited_s for f in finish),
             "weight_sync/version": min(sync.served),
-            "weight_sync/behind_max": max(sync.behind()),
+            "weight_sync/behind_max": sync.step_behind,
             "weight_sync/probe_gap_max": sync.step_gap,
             "weight_sync/load_s": sync.step_load_s,
             "weight_sync/bytes": sync.table.slot_bytes,

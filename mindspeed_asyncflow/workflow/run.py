@@ -36,12 +36,13 @@ from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.dock.client import Claim, DockClient
 from mindspeed_asyncflow.errors import DeadlineExceeded, DockError, EngineError, WorkerLost
 from mindspeed_asyncflow.observe.trace import get_tracer
+from mindspeed_asyncflow.records import OptimReport
 from mindspeed_asyncflow.workflow import batcher
 from mindspeed_asyncflow.workflow.book import Issue, StepBook
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.staleness import StalenessWindow
 from mindspeed_asyncflow.workflow.train_worker import FinishReport
-from mindspeed_asyncflow.workflow.weight_sync import WeightSync
+from mindspeed_asyncflow.workflow.weight_sync import WeightSync, expected_of
 from mindspeed_asyncflow.workflow.workers import RowBatch
 
 PARTITION = "train"
@@ -75,7 +76,7 @@ class Run:
         self.sync, self.recorder, self.evaluate, self.save = sync, recorder, evaluate, save
         self.window = StalenessWindow(config.workflow.max_lag)
         self.book = StepBook(config.algorithm.group_size)
-        self.made: asyncio.Queue[tuple[int, Sequence[FinishReport]]] = asyncio.Queue()  # versions to publish
+        self.made: asyncio.Queue[tuple[int, OptimReport, asyncio.Future]] = asyncio.Queue()  # versions to publish
         self.step = 0
         self.bad_steps = 0
         self.progress_at = time.monotonic()
@@ -203,7 +204,7 @@ class Run:
                 finish = await self.all_ranks("finish", step + 1, tokens, samples)
             self.count_bad(finish[0])
             self.window.advance(step + 1)
-            self.made.put_nowait((step + 1, finish))
+            self.made.put_nowait((step + 1, finish[0].optim, expected_of(self.trainers)))
             self.window.trained += rows
             await self.recorder.step_done(step, finish, self.window, self.book, self.sync, await self.stats())
             await self.after_step(step)
@@ -212,11 +213,11 @@ class Run:
     async def publish_loop(self) -> None:
         """Versions to the relay: when every rank has written its shards, replicas may load and the window opens."""
         while True:
-            version, finish = await self.made.get()
-            shards = await self.all_ranks("published", version)
-            self.sync.publish(shards, next((f.probe for f in finish if f.probe), []), finish[0].optim)
+            version, optim, expected = await self.made.get()
+            self.sync.publish(await self.all_ranks("published", version), expected, optim)
             await self.window.publish(version)
             self.progressed()
+            await expected
 
     async def claim_to_train(self, step: int) -> Claim | None:
         """The next groups of this step; here, and only here, the staleness law is enforced."""

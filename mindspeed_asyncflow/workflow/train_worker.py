@@ -34,10 +34,9 @@ class ChunkReport:
 
 @dataclass(frozen=True, slots=True)
 class FinishReport:
-    """The end of a global batch: what the optimizer did and the probe of the weights that came of it."""
+    """The end of a global batch."""
 
     optim: OptimReport
-    probe: list[np.ndarray]  # log-probabilities of the probe answers at the new version, float32 [L] each
     busy_s: float  # waiting included
     waited_s: float  # for the version before to be written
 
@@ -122,13 +121,12 @@ class TrainWorker:
         with self.tracer.span("train/optimizer", lane=self.name, version=version):
             optim = self.engine.optim_step(denominator)
         self.publisher.start(version)
-        return FinishReport(optim, self._probe(), time.perf_counter() - began, waited_s)
+        return FinishReport(optim, time.perf_counter() - began, waited_s)
 
-    def start(self, version: int, probe: Sequence[tuple[np.ndarray, np.ndarray]]) -> FinishReport:
+    def start(self, version: int, probe: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """The starting weights on their way to the relay; remember the probe answers."""
         self.probe = list(probe)
         self.publisher.start(version)
-        return FinishReport(OptimReport(False, 0.0, 0.0), self._probe(), 0.0, 0.0)
 
     def table(self) -> bytes:
         """What the relay holds, as text; the same on every rank."""
@@ -138,7 +136,8 @@ class TrainWorker:
         """What this rank wrote of `version`, as soon as all of it is in the relay."""
         return self.publisher.result(version)
 
-    def _probe(self) -> list[np.ndarray]:
+    def score_probe(self) -> list[np.ndarray]:
+        """Log-probabilities of the probe answers at the present version, float32 [L] each."""
         if not self.probe:
             return []
         samples = [

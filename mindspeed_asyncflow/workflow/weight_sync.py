@@ -26,7 +26,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -74,7 +74,7 @@ class WeightSync:
         self.served = [NOTHING] * len(replicas)  # version of each replica
         self.newest: WeightManifest | None = None
         self.probe: list[tuple[np.ndarray, np.ndarray]] = []
-        self._expected: list[np.ndarray] = []  # trainer's log-probabilities at the newest version
+        self._expected: asyncio.Future[list[np.ndarray]]  # trainer's log-probabilities at the newest version
         self._fingerprints: dict[int, str] = {}  # of every version that may still be reported
         self._held = [asyncio.Lock() for _ in replicas]  # one who loads; delayed and rolling: or answers a batch
         self._turn = asyncio.Lock()  # rolling: the one that loads
@@ -88,17 +88,19 @@ class WeightSync:
         self.new_step()
 
     def new_step(self) -> None:
-        """Largest gap, load time and still time are counted anew."""
+        """What is largest in a step is counted anew: gap, load time, still time, versions behind while answering."""
         self.step_gap = self.step_load_s = self.step_still_s = 0.0
+        self.step_behind = 0
 
     # ---- trainer side ------------------------------------------------------------------------------------------------
 
     def publish(
-        self, ranks: Sequence[RankShards], expected: list[np.ndarray], optim: OptimReport | None = None
+        self, ranks: Sequence[RankShards], expected: asyncio.Future[list[np.ndarray]], optim: OptimReport | None = None
     ) -> None:
         """All trainer ranks wrote their shards of a version: replicas may load it from now on.
 
-        `expected`: the trainer's log-probabilities of the probe answers. `optim`: the step that made the version.
+        `expected`: the trainer's log-probabilities of the probe answers, when it has them. `optim`: the step that made
+        the version.
         """
         manifest = assemble(ranks[0].version, self.table, self.relay, [r.checksums for r in ranks])
         self.publish_s = max(r.seconds for r in ranks)
@@ -110,6 +112,7 @@ class WeightSync:
         in_use = [v for v in self.served if v != NOTHING] + list(self._since.values())
         for version in [v for v in self._fingerprints if v < min(in_use, default=0)]:
             del self._fingerprints[version]
+        self.step_behind = max([self.step_behind, *(self.behind()[i] for i in self._since)])
         for news in self._news:
             news.set()
 
@@ -149,6 +152,7 @@ class WeightSync:
             elif self.is_behind(index) and not self._may_skip(index, needed):
                 await self._load_newest(index)
             self._since[index] = self.served[index]
+            self.step_behind = max(self.step_behind, self.behind()[index])
             try:
                 yield self.served[index]
             finally:
@@ -212,12 +216,12 @@ class WeightSync:
         await self._check_probe(index, expected)
         self.step_still_s = max(self.step_still_s, time.perf_counter() - began)
 
-    async def _check_probe(self, index: int, expected: list[np.ndarray]) -> None:
+    async def _check_probe(self, index: int, expected: asyncio.Future[list[np.ndarray]]) -> None:
         """Score the probe answers with replica `index` and compare with the trainer at the same version."""
         if not self.probe:
             return
         version, scored = await self.replicas[index].score(self.probe)
-        gap = max(float(np.abs(a - b).max()) for a, b in zip(scored, expected) if len(a))
+        gap = max(float(np.abs(a - b).max()) for a, b in zip(scored, await asyncio.shield(expected)) if len(a))
         self.step_gap = max(self.step_gap, gap)
         self.gap_max = max(self.gap_max, gap)
         if version != self.served[index] or not gap <= self.limit:
@@ -261,6 +265,18 @@ class WeightSync:
                 word += f", loading {wanted} for {now - began:.1f} s"
             words.append(word)
         return f"weights: version {newest} is published; " + "; ".join(words)
+
+
+def expected_of(trainers: Sequence[Any]) -> asyncio.Future[list[np.ndarray]]:
+    """The trainer's log-probabilities of the probe answers at its present version, when it has them: trainer ranks
+    score between two steps, while their weights are on the way to the relay."""
+
+    async def score() -> list[np.ndarray]:
+        return (await asyncio.gather(*(t.score_probe() for t in trainers)))[0]
+
+    scoring = asyncio.ensure_future(score())
+    scoring.add_done_callback(lambda done: done.cancelled() or done.exception())  # raised where it is awaited
+    return scoring
 
 
 def unchanged_share(before: WeightManifest, now: WeightManifest) -> float:

@@ -114,7 +114,7 @@ class RolloutWorker:
                 group = group_of[int(answer.request_id)]
                 tokens += len(answer.token_ids)
                 if answer.spans:
-                    served.add((answer.version_max, answer.fingerprint))
+                    served.add((answer.spans[-1].version, answer.fingerprint))
                 waiting[group].append(answer)
                 if len(waiting[group]) == missing[group]:
                     ready += waiting.pop(group)

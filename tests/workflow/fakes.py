@@ -33,7 +33,7 @@ from mindspeed_asyncflow.workflow.publisher import Publisher
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.run import Run
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
-from mindspeed_asyncflow.workflow.weight_sync import WeightSync
+from mindspeed_asyncflow.workflow.weight_sync import WeightSync, expected_of
 from mindspeed_asyncflow.workflow.workers import RolloutWorker, ScoreWorker
 
 QUIET = Tracer("", "test", enabled=False)
@@ -281,8 +281,8 @@ def run_loops(
         return None
 
     async def main() -> Run:
-        first = await trainer.start(0, sync.probe)
-        sync.publish([await trainer.published(0)], first.probe)
+        await trainer.start(0, sync.probe)
+        sync.publish([await trainer.published(0)], expected_of([trainer]))
         await sync.bring_all_up()
         run = Run(config, client(), batches, remote_rollouts, scorer, [], [trainer], [0], sync, recorder, nothing, save)
         if before is not None:

@@ -57,8 +57,19 @@ def sync_of(*replicas, update="delayed", dtype="float32", probe=True, **more):
     return sync
 
 
+class Scored:
+    """The trainer's probe of `version`, at hand."""
+
+    def __init__(self, version):
+        self.expected = [np.full(2, -float(version), np.float32)]
+
+    def __await__(self):
+        yield from asyncio.sleep(0).__await__()
+        return self.expected
+
+
 def publish(sync, version, content=None, optim=STEP):
-    sync.publish(weights(version, content), [np.full(2, -float(version), np.float32)], optim if version else None)
+    sync.publish(weights(version, content), Scored(version), optim if version else None)
 
 
 def bring_up(replica):
@@ -379,6 +390,21 @@ def test_share_of_unchanged_bytes_counts_bytes_not_shards():
     sync = sync_of(Replica())
     sync.publish([RankShards(1, {0: 100, 1: 7}, 0.0)], [], STEP)  # tensor a (16 of 64 bytes) stands still
     assert sync.unchanged_share == 0.25
+
+
+def test_versions_behind_count_replicas_that_answer_and_start_anew_each_step():
+    sync = sync_of(Replica(), Replica())
+
+    async def scenario():
+        await sync.bring_all_up()
+        async with sync.boundary(0, 0):
+            publish(sync, 1)
+            publish(sync, 2)
+            return sync.step_behind, sync.behind()
+
+    assert asyncio.run(scenario()) == (2, [2, 2])
+    sync.new_step()
+    assert sync.step_behind == 0
 
 
 def test_the_no_progress_message_names_replicas_versions_and_loads():
