@@ -193,7 +193,7 @@ class _Run:
         self._own_part(lambda: pack(step.messages))
         works = self._start(step.messages, where)
         self._own_part(lambda: copy(step.copies))
-        self._wait(works, step.messages, where)
+        self._wait_all(works, step.messages, where)
         self._own_part(lambda: unpack(step.messages))
         for message in step.messages:
             nbytes = self._nbytes(message)
@@ -226,21 +226,14 @@ class _Run:
 
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
-    def _wait(self, works: Sequence[Any], messages: Sequence[Message], where: str) -> None:
+    def _wait_all(self, works: Sequence[Any], messages: Sequence[Message], where: str) -> None:
         one_each = len(works) == len(messages)  # some backends answer with one handle for the whole batch
         for i, work in enumerate(works):
             meant = [messages[i]] if one_each else messages
             self._await(work, f"{where}: {', '.join(m.said(self._nbytes(m)) for m in meant)}")
 
     def _await(self, work: Any, what: str) -> None:
-        began = time.monotonic()
-        try:
-            work.wait(timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:  # torch knows no finer type for a peer that is gone or silent
-            waited = time.monotonic() - began
-            if waited >= 0.9 * self._timeout_s:
-                raise DeadlineExceeded(f"rank {self._rank} waited {waited:.0f} s for {what}") from error
-            raise WeightSyncError(f"rank {self._rank} lost a peer, {what}: {error}") from error
+        _wait(work, f"rank {self._rank}", what, self._timeout_s)
 
     # ---- failing together --------------------------------------------------------------------------------------------
 
@@ -253,16 +246,35 @@ class _Run:
             self._failed = error
 
     def _agree(self, when: str) -> None:
-        """All ranks raise if one of them failed. Collective."""
-        import torch
-        import torch.distributed as dist
+        agree(self._rank, self._failed, when, device=self._device, group=self._group, timeout_s=self._timeout_s)
 
-        # the lowest failed rank; the last rank plus one: none
-        lowest = torch.tensor([self._rank if self._failed else dist.get_world_size(self._group)], dtype=torch.int32)
-        lowest = lowest.to(self._device)
-        work = dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
-        self._await(work, f"all ranks of the group to say that they are well, {when}")
-        if self._failed is not None:
-            raise WeightSyncError(f"rank {self._rank} failed {when}: {self._failed}") from self._failed
-        if int(lowest) < dist.get_world_size(self._group):
-            raise WeightSyncError(f"rank {int(lowest)} failed {when}; its own message says why")
+
+def agree(
+    rank: int, failed: Exception | None, when: str, *, device: torch.device, group: Any, timeout_s: float
+) -> None:
+    """Raise `WeightSyncError` on all ranks of `group` if one of them comes with a failure. Collective.
+
+    `device` is where the backend wants its tensors; the wait lasts at most `timeout_s` seconds.
+    """
+    import torch
+    import torch.distributed as dist
+
+    none = dist.get_world_size(group)
+    lowest = torch.tensor([none if failed is None else rank], dtype=torch.int32, device=device)  # failed rank
+    work = dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group, async_op=True)
+    _wait(work, f"rank {rank}", f"all ranks of the group to say that they are well, {when}", timeout_s)
+    if failed is not None:
+        raise WeightSyncError(f"rank {rank} failed {when}: {failed}") from failed
+    if int(lowest) < none:
+        raise WeightSyncError(f"rank {int(lowest)} failed {when}; its own message says why")
+
+
+def _wait(work: Any, who: str, what: str, timeout_s: float) -> None:
+    began = time.monotonic()
+    try:
+        work.wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:  # torch knows no finer type for a peer that is gone or silent
+        waited = time.monotonic() - began
+        if waited >= 0.9 * timeout_s:
+            raise DeadlineExceeded(f"{who} waited {waited:.0f} s for {what}") from error
+        raise WeightSyncError(f"{who} lost a peer, {what}: {error}") from error

@@ -10,6 +10,7 @@ from mindspeed_asyncflow.reshard.plan import Plan, make_plan
 from mindspeed_asyncflow.reshard.transfer import TransferReport, run
 from tests.reshard.matrix import Case, rollout_side, train_side
 from tests.reshard.ranks import World
+from tests.reshard.slices import rollout_shards
 
 MODULES = (
     "tests.reshard.matrix_ranks",
@@ -56,7 +57,7 @@ def _check(world: World, case: Case, dtype: torch.dtype) -> dict[str, Any]:
         group=group, target_first=first, timeout_s=30,
     )  # fmt: skip
     if serves:
-        expected = {n: t.to(dtype) for n, t in shards.rollout_shards(case, world.rank - first).items()}
+        expected = {n: t.to(dtype) for n, t in rollout_shards(case, world.rank - first).items()}
         _compare(case, world.rank, filled, expected)
     _check_bytes(case, world.rank, plan, report)
 

@@ -1,0 +1,270 @@
+"""Allgather-swap: trainer and rollout engine take turns on the same devices. One object for each device.
+
+    train on this device                                         generate on this device
+      to_generation(version)
+        1 gradients freed, optimizer copied to host and freed    exposed
+        2 generation buffers allocated by their engine
+        3 buffers filled by the plan, shard to shard             at the same time train weights are copied to host
+        4 train weights freed                                    exposed only as far as 3 is shorter
+        5 the engine drops its caches, names its fingerprint and serves
+      to_training()
+        1 generation weights and caches dropped
+        2 train weights, optimizer: copied back; gradients: zeros
+
+Device bytes from step 2 on never exceed
+
+    identity = train shard + generation shard + one bucket
+
+(train shard: weights of the trainer on this device, in their own type; a bucket: what the plan packs at most). While
+generating no byte of train state is on the device, while training no byte of generation weights. Every figure comes
+from `DeviceMemory`, which measures storages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mindspeed_asyncflow.errors import ConfigError, WeightSyncError
+from mindspeed_asyncflow.reshard.boxes import matrix_shape
+from mindspeed_asyncflow.reshard.layout import Layout
+from mindspeed_asyncflow.reshard.plan import make_plan
+from mindspeed_asyncflow.reshard.topology import Topology
+from mindspeed_asyncflow.reshard.transfer import TransferReport, agree, run
+
+if TYPE_CHECKING:
+    import torch
+
+    from mindspeed_asyncflow.platforms.memory import DeviceMemory, HostPool
+
+WEIGHTS, GRADIENTS, OPTIMIZER, GENERATION = "train weights", "gradients", "optimizer", "generation weights"
+RUNNING, SLEEPING, UPDATING = "RUNNING", "SLEEPING", "UPDATING"
+
+
+class TrainState(Protocol):
+    """What a trainer rank shows of itself; `TrainEngine` does."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def shards(self) -> Mapping[str, torch.Tensor]: ...
+
+    def train_state(self) -> Mapping[str, Sequence[torch.Tensor]]: ...
+
+
+class FilledEngine(Protocol):
+    """A rollout engine whose weights can be filled where they lie (transport "in_place")."""
+
+    @property
+    def state(self) -> str: ...
+
+    def weights_wanted(self) -> Sequence[tuple[str, str, tuple[int, ...]]]: ...
+
+    def generation_buffers(self) -> Mapping[str, torch.Tensor]: ...
+
+    def loaded(self, version: int, fingerprint: str = "") -> Any: ...
+
+    def load_failed(self, why: str) -> None: ...
+
+    def pause(self, mode: str = "keep", clear_cache: bool = True) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def sleep(self, level: int = 1) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardReport:
+    """One way of one device. Seconds add up to about `seconds`; bytes are device bytes by kind, as measured."""
+
+    version: int  # -1: to training
+    seconds: float
+    swap_exposed_s: float  # waiting for copies between host and device
+    fill_s: float  # transfer, with the copy to host beside it
+    load_s: float  # what the rollout engine did: allocate, drop caches, fingerprint; or drop weights
+    swapped_bytes: int  # copied between host and device
+    transfer: TransferReport | None  # None: to training
+    usage_before: dict[str, int]
+    usage_after: dict[str, int]
+    peak_bytes: int  # from the first allocation of the way on, all kinds together
+    identity_bytes: int  # train shard + generation shard + one bucket
+    fingerprint: str = ""  # of the generation shard, as its engine computed it
+
+
+class InPlace:
+    """The two engines of one device and the plan between their layouts. All ranks call every method together.
+
+    `rank` of this process in `group` (None: all ranks) is its rank in both layouts. Raises `ConfigError` when the
+    layouts are not of one size, `WeightSyncError` when the rollout engine wants other weights than its layout says.
+    """
+
+    def __init__(
+        self,
+        train: TrainState,
+        rollout: FilledEngine,
+        rollout_layout: Layout,
+        *,
+        rank: int,
+        memory: DeviceMemory,
+        pool: HostPool,
+        bucket_bytes: int,
+        topology: Topology | None = None,
+        group: Any = None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        from mindspeed_asyncflow.reshard.swap import HostSwap
+
+        if train.layout.world_size != rollout_layout.world_size:
+            raise ConfigError(
+                f"in place, trainer ({train.layout.label}) and rollout ({rollout_layout.label}) share their devices: "
+                f"{train.layout.world_size} and {rollout_layout.world_size} ranks must be the same number"
+            )
+        self._train, self._rollout, self._target = train, rollout, rollout_layout
+        self._rank, self._memory, self._group, self._timeout_s = rank, memory, group, timeout_s
+        self._dtype = _check_wanted(rollout.weights_wanted(), rollout_layout, rank)
+        self.plan = make_plan(
+            train.layout, rollout_layout, itemsize=self._dtype.itemsize, bucket_bytes=bucket_bytes, topology=topology
+        )
+        self._state_swap, self._weight_swap = HostSwap(memory, pool), HostSwap(memory, pool)
+
+    @property
+    def generating(self) -> bool:
+        """Train state is on the host."""
+        return self._state_swap.is_out or self._weight_swap.is_out
+
+    def to_generation(self, version: int) -> ReshardReport:
+        """Fill the generation weights with the trainer's and serve them as `version`. Collective.
+
+        Raises on every rank when any rank failed. The train state is then back on the device and the rollout engine
+        DIRTY, which the next `to_generation` ends.
+        """
+        if self.generating:
+            raise WeightSyncError(f"version {version}: the train state is on the host already; call to_training first")
+        clock, before = _Clock(), self._memory.usage()
+        state = self._train.train_state()
+        try:
+            copied, buffers = self._make_room(state, clock)
+            identity = _storage_bytes(state[WEIGHTS]) + _storage_bytes(buffers.values()) + self.plan.bucket_bytes
+            self._weight_swap.start_out({WEIGHTS: state[WEIGHTS]}, hold=(WEIGHTS,))
+            try:
+                transfer = self._fill(buffers)
+            finally:
+                clock.note("fill")
+                copied += self._weight_swap.wait(self._timeout_s).copied_bytes
+            clock.note("swap")
+            served = self._rollout.loaded(version)
+            self._rollout.resume()
+            clock.note("load")
+        except Exception as error:  # boundary: train state comes back before anybody hears of it
+            self._undo(error)
+            raise
+        return ReshardReport(
+            version=version, seconds=clock.seconds, swap_exposed_s=clock.spent["swap"], fill_s=clock.spent["fill"],
+            load_s=clock.spent["load"], swapped_bytes=copied, transfer=transfer, usage_before=before,
+            usage_after=self._memory.usage(), peak_bytes=self._memory.peak, identity_bytes=identity,
+            fingerprint=served.fingerprint,
+        )  # fmt: skip
+
+    def _make_room(
+        self, state: Mapping[str, Sequence[torch.Tensor]], clock: _Clock
+    ) -> tuple[int, Mapping[str, torch.Tensor]]:
+        """Gradients and optimizer leave, generation buffers come: (bytes copied to the host, buffers). Collective, so
+        that no rank waits in the fill for one that has no room."""
+        copied, failed = 0, None
+        buffers: Mapping[str, torch.Tensor] = {}
+        try:
+            copied = self._state_swap.out({kind: state.get(kind, ()) for kind in (GRADIENTS, OPTIMIZER)}).copied_bytes
+            clock.note("swap")
+            self._memory.reset_peak()
+            buffers = self._rollout.generation_buffers()
+        except Exception as error:  # boundary: the other ranks are told, then all raise
+            failed = error
+        agree(
+            self._rank, failed, "making room for generation weights", device=self._memory.platform.device(),
+            group=self._group, timeout_s=self._timeout_s,
+        )  # fmt: skip
+        clock.note("load")
+        return copied, buffers
+
+    def _fill(self, buffers: Mapping[str, torch.Tensor]) -> TransferReport:
+        return run(
+            self.plan, self._rank, self._train.shards(), buffers, source_layout=self._train.layout,
+            target_layout=self._target, dtype=self._dtype, device=self._memory.platform.device(), group=self._group,
+            memory=self._memory, timeout_s=self._timeout_s,
+        )  # fmt: skip
+
+    def _undo(self, error: Exception) -> None:
+        if self._rollout.state == UPDATING:
+            self._rollout.load_failed(str(error))
+        for swap in (self._weight_swap, self._state_swap):
+            if swap.is_out:
+                swap.back()
+
+    def to_training(self) -> ReshardReport:
+        """Drop generation weights and caches and bring the train state back: weights and optimizer bit for bit,
+        gradients as zeros. Answers that still run are waited for. Not collective."""
+        clock, before = _Clock(), self._memory.usage()
+        if self._rollout.state == RUNNING:
+            self._rollout.pause("wait")
+        if self._rollout.state != SLEEPING:
+            self._rollout.sleep(2)
+        clock.note("load")
+        self._memory.reset_peak()
+        copied = 0
+        for swap in (self._weight_swap, self._state_swap):
+            if swap.is_out:
+                copied += swap.back().copied_bytes
+        clock.note("swap")
+        after = self._memory.usage()
+        return ReshardReport(
+            version=-1, seconds=clock.seconds, swap_exposed_s=clock.spent["swap"], fill_s=0.0,
+            load_s=clock.spent["load"], swapped_bytes=copied, transfer=None, usage_before=before, usage_after=after,
+            peak_bytes=self._memory.peak,
+            identity_bytes=after[WEIGHTS] + before[GENERATION] + self.plan.bucket_bytes,
+        )  # fmt: skip
+
+
+class _Clock:
+    """Seconds of each phase."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.monotonic()
+        self.spent = {"swap": 0.0, "fill": 0.0, "load": 0.0}
+
+    def note(self, phase: str) -> None:
+        """The time since the last call belongs to `phase`."""
+        now = time.monotonic()
+        self.spent[phase] += now - self._last
+        self._last = now
+
+    @property
+    def seconds(self) -> float:
+        return self._last - self._began
+
+
+def _storage_bytes(tensors: Any) -> int:
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _check_wanted(wanted: Sequence[tuple[str, str, tuple[int, ...]]], layout: Layout, rank: int) -> torch.dtype:
+    """The one type of all wanted weights. Raises `WeightSyncError` that names the first tensor which does not fit."""
+    import torch
+
+    ours = {param.name: tuple(param.shape) for param in layout.ranks[rank]}
+    theirs = {name: tuple(shape) for name, _, shape in wanted}
+    where = f"rollout rank {rank} ({layout.label})"
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in theirs:
+            raise WeightSyncError(f"{where}: its engine has no weight {name!r}, which the layout has: {ours[name]}")
+        if name not in ours:
+            raise WeightSyncError(f"{where}: its engine wants {name!r} {theirs[name]}, which the layout does not have")
+        if matrix_shape(ours[name]) != matrix_shape(theirs[name]):
+            raise WeightSyncError(
+                f"{where}: {name!r} has shape {theirs[name]} in its engine, {ours[name]} in the layout"
+            )
+    types = {dtype: name for name, dtype, _ in wanted}
+    if len(types) != 1:
+        raise WeightSyncError(f"{where}: its engine wants weights of several types, {types}; only one can be filled")
+    return getattr(torch, next(iter(types)))

@@ -1,0 +1,137 @@
+"""What one rank does to turn a device from training to generation and back, with every byte looked at."""
+
+import time
+from typing import Any
+
+import torch
+
+from mindspeed_asyncflow.platforms.cpu import CpuPlatform
+from mindspeed_asyncflow.platforms.memory import (
+    GENERATION_WEIGHTS,
+    GRADIENTS,
+    OPTIMIZER,
+    TRAIN_WEIGHTS,
+    DeviceMemory,
+    HostPool,
+)
+from mindspeed_asyncflow.reshard.in_place import InPlace, ReshardReport
+from mindspeed_asyncflow.reshard.layout import Layout
+from tests.reshard.matrix import Case, rollout_side, train_side
+from tests.reshard.matrix_ranks import same_bits
+from tests.reshard.ranks import World
+from tests.reshard.slices import cut, full_tensors, rollout_shards
+from tests.reshard.stand_ins import StandInRollout, StandInTrainer
+
+MODULES = ("tests.reshard.in_place_ranks",)
+BUCKET_BYTES = 2048
+
+
+class Device:
+    """Both engines of one rank."""
+
+    def __init__(self, world: World, case: Case, train: torch.dtype, serve: torch.dtype) -> None:
+        self.rank, self.case, self.serve = world.rank, case, serve
+        source, target = _layouts(case)
+        self.memory, self.pool = DeviceMemory(CpuPlatform()), HostPool(CpuPlatform())
+        held = cut(case.model, source, self.rank)
+        self.trainer = StandInTrainer(self.memory, source, held, train)
+        self.rollout = StandInRollout(self.memory, target, self.rank, serve)
+        self.both = InPlace(
+            self.trainer, self.rollout, target, rank=self.rank, memory=self.memory, pool=self.pool,
+            bucket_bytes=BUCKET_BYTES, group=world.group(case.ranks), timeout_s=20,
+        )  # fmt: skip
+        self.train_type = train
+
+    def state(self) -> list[torch.Tensor]:
+        """Copies of what must come back bit for bit."""
+        return [t.clone() for t in (self.trainer.weights, *self.trainer.optimizer)]
+
+    def check_generation(self) -> None:
+        expected = rollout_shards(self.case, self.rank)
+        assert self.rollout.buffers.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert same_bits(self.rollout.buffers[name], tensor.to(self.train_type).to(self.serve)), name
+
+
+def _layouts(case: Case) -> tuple[Layout, Layout]:
+    source, target = train_side(case.model, case.train), rollout_side(case.model, case.rollout)
+    assert source is not None and target is not None
+    return source, target
+
+
+def census(memory: DeviceMemory, exclude: list[torch.Tensor], expected: int) -> int:
+    """Bytes of all live tensors; looks again for a second when it is not `expected`, because gloo's threads let go of
+    the number that ranks agreed with a moment after the agreement."""
+    until = time.monotonic() + 1.0
+    while (found := memory.census(exclude=exclude)) != expected and time.monotonic() < until:
+        time.sleep(0.02)
+    return found
+
+
+def cycle(
+    world: World, case: Case, train: torch.dtype, serve: torch.dtype, times: int
+) -> list[tuple[ReshardReport, ReshardReport, int, int]]:
+    """Reports of every turn and what the garbage collector finds on the device, while generating and while training;
+    raises when a bit is wrong."""
+    if world.rank >= case.ranks:
+        world.group(case.ranks)
+        return []
+    full_tensors(case.model)
+    world.group(case.ranks)
+    empty = DeviceMemory(CpuPlatform()).census()  # nothing of the device
+    device = Device(world, case, train, serve)
+    before = device.state()
+    found = []
+    for turn in range(times):
+        there = device.both.to_generation(turn)
+        generating = census(device.memory, before, empty + there.usage_after[GENERATION_WEIGHTS]) - empty
+        device.check_generation()
+        back = device.both.to_training()
+        training = census(device.memory, before, empty + sum(back.usage_after.values())) - empty
+        for tensor, copy in zip((device.trainer.weights, *device.trainer.optimizer), before):
+            assert same_bits(tensor, copy)
+        assert not device.trainer.gradients.any()
+        device.trainer.gradients.fill_(1.0)  # the next step's
+        found.append((there, back, generating, training))
+    assert device.pool.made == 1 + len(device.trainer.optimizer)  # buffers of the first turn serve all
+    return found
+
+
+def fail(world: World, case: Case, spoil: int, when: str) -> dict[str, Any]:
+    """One turn in which rank `spoil` fails, and one that succeeds."""
+    from mindspeed_asyncflow.errors import WeightSyncError
+    from mindspeed_asyncflow.reshard import transfer
+
+    device = Device(world, case, torch.float32, torch.bfloat16)
+    before, gradients, real = device.state(), device.trainer.gradients.clone(), transfer.unpack
+    calls = 0
+
+    def broken(messages: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise OSError("a link broke")
+        real(messages)
+
+    if world.rank == spoil:
+        if when == "room":
+            device.rollout.refuse = "no room for the weights"
+        else:
+            transfer.unpack = broken
+    try:
+        device.both.to_generation(1)
+        said = ""
+    except WeightSyncError as error:
+        said = str(error)
+    finally:
+        transfer.unpack = real
+        device.rollout.refuse = ""
+    state, usage = device.rollout.state, device.memory.usage()
+    assert not device.both.generating
+    for tensor, copy in zip((device.trainer.weights, *device.trainer.optimizer), before):
+        assert same_bits(tensor, copy)
+    assert not device.trainer.gradients.any() or same_bits(device.trainer.gradients, gradients)
+    device.both.to_generation(2)
+    device.check_generation()
+    full = {kind: usage[kind] > 0 for kind in (TRAIN_WEIGHTS, GRADIENTS, OPTIMIZER)}
+    return {"said": said, "state": state, "on the device": full, "served": device.rollout.version}
