@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mindspeed_asyncflow.platforms.memory import DeviceMemory, HostPool
 
 WEIGHTS, GRADIENTS, OPTIMIZER, GENERATION = "train weights", "gradients", "optimizer", "generation weights"
-RUNNING, SLEEPING, UPDATING = "RUNNING", "SLEEPING", "UPDATING"
+RUNNING, SLEEPING, UPDATING, DIRTY = "RUNNING", "SLEEPING", "UPDATING", "DIRTY"
 
 
 class TrainState(Protocol):
@@ -125,8 +125,9 @@ class InPlace:
         self._rank, self._memory, self._group, self._timeout_s = rank, memory, group, timeout_s
         self._dtype = _check_wanted(rollout.weights_wanted(), rollout_layout, rank)
         self.plan = make_plan(
-            train.layout, rollout_layout, itemsize=self._dtype.itemsize, bucket_bytes=bucket_bytes, topology=topology
-        )
+            train.layout, rollout_layout, itemsize=self._dtype.itemsize, bucket_bytes=bucket_bytes, topology=topology,
+            across_stages=True,
+        )  # fmt: skip
         self._state_swap, self._weight_swap = HostSwap(memory, pool), HostSwap(memory, pool)
 
     @property
@@ -208,7 +209,7 @@ class InPlace:
         clock, before = _Clock(), self._memory.usage()
         if self._rollout.state == RUNNING:
             self._rollout.pause("wait")
-        if self._rollout.state != SLEEPING:
+        if self._rollout.state not in (SLEEPING, DIRTY):
             self._rollout.sleep(2)
         clock.note("load")
         self._memory.reset_peak()

@@ -74,7 +74,7 @@ class StandInRollout:
         self.state = "RUNNING"
 
     def sleep(self, level: int = 1) -> None:
-        if self.state not in ("PAUSED", "DIRTY"):
+        if self.state != "PAUSED":
             raise EngineError(f"sleep is refused while the engine is {self.state}")
         self.buffers.clear()
         self.state = "SLEEPING"
