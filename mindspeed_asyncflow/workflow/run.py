@@ -217,7 +217,6 @@ class Run:
             self.sync.publish(await self.all_ranks("published", version), expected, optim)
             await self.window.publish(version)
             self.progressed()
-            await expected
 
     async def claim_to_train(self, step: int) -> Claim | None:
         """The next groups of this step; here, and only here, the staleness law is enforced."""

@@ -100,8 +100,8 @@ class FakeRollout:
 class FakeTrain:
     """Its one weight is full of its version, changed in place; remembers which rows it saw in which step."""
 
-    def __init__(self, delay_s: float = 0.0, weights: int = 4) -> None:
-        self.version, self.delay_s = 0, delay_s
+    def __init__(self, delay_s: float = 0.0, weights: int = 4, probe_s: float = 0.0) -> None:
+        self.version, self.delay_s, self.probe_s = 0, delay_s, probe_s
         self.weight = torch.zeros(weights)
         tensor = FullTensor("w", (weights,), 0)
         self.layout = Layout({"w": tensor}, ((LocalParam("w", (weights,), (Segment("w", whole((weights,))),)),),))
@@ -130,6 +130,7 @@ class FakeTrain:
         return OptimReport(applied, 1.0 if applied else float("nan"), 0.1, "" if applied else "layer.weight")
 
     def logprobs(self, micro_batches, temperature=None):
+        time.sleep(self.probe_s)
         return [np.full(len(b.targets), -float(self.version), np.float32) * b.loss_mask for b in micro_batches]
 
     def shards(self):
@@ -288,10 +289,11 @@ def run_loops(
         if before is not None:
             before(run)
         await run.train()
+        recorder.end()
+        await sync.bring_all_up()
         return run
 
     with stack:
         run = asyncio.run(main())
-        recorder.end()
         used = client().stats()["used_bytes"]
     return Outcome(run, recorder, train, rollouts, used, outcome_saved)

@@ -75,6 +75,14 @@ def test_the_trainer_goes_on_while_its_weights_are_written(tmp_path):
     assert out.run.window.published == 6
 
 
+@pytest.mark.parametrize("update", ["delayed", "in_flight"])
+def test_a_slow_probe_of_the_trainer_outlives_the_loops(tmp_path, update):
+    """The last version is loaded and checked after the end, when replicas answer held-out prompts."""
+    settings = config(steps=3, workflow={"update": update})
+    out = run_loops(settings, tmp_path, prompts_of(100, 4), train=FakeTrain(probe_s=0.1))
+    assert out.run.sync.served == [3] and out.run.sync.gap_max == 0.0
+
+
 def metrics_of(folder):
     (file,) = folder.rglob("metrics.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
