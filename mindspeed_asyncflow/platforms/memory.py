@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -45,6 +46,7 @@ class DeviceMemory:
         self.platform = platform or current()
         self._kinds: dict[str, dict[int, StorageWeakRef]] = {kind: {} for kind in KINDS}
         self._peak = 0
+        self._peak_later = False  # inside `one_change`
         self._lock = threading.RLock()
 
     def adopt(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -105,6 +107,18 @@ class DeviceMemory:
         self.platform.restore_storage(storage, nbytes)
         with self._lock:
             self._note_peak()
+
+    @contextmanager
+    def one_change(self) -> Iterator[None]:
+        """Many allocations or restores by this thread, none of them released inside: the peak is measured once, at the
+        end. Other threads wait."""
+        with self._lock:
+            self._peak_later = True
+            try:
+                yield
+            finally:
+                self._peak_later = False
+                self._note_peak()
 
     def forget(self, kind: str) -> None:
         """Stop counting a kind; its tensors live on."""
@@ -167,7 +181,8 @@ class DeviceMemory:
         return total
 
     def _note_peak(self) -> None:
-        self._peak = max(self._peak, self.total())
+        if not self._peak_later:
+            self._peak = max(self._peak, self.total())
 
 
 class HostPool:

@@ -39,7 +39,8 @@ class _Block:
     nbytes: int
     zeroed: bool
     host: torch.Tensor | None = None  # uint8 [nbytes]
-    out: bool = False  # its storage is empty
+    out: bool = False  # its storage has no bytes
+    empty: bool = False  # its storage has bytes again, but not yet its contents
 
     def bytes_on_device(self, wanted: int) -> torch.Tensor:
         """uint8 [wanted] view of the storage. Raises `PlatformError` if it is gone or has another size."""
@@ -172,16 +173,21 @@ class HostSwap:
 
     def _move_back(self, finish: Callable[[], None]) -> tuple[int, int]:
         copied, moved, problems = 0, 0, []
+        with self._memory.one_change():
+            for block in self._blocks:
+                try:
+                    if block.out:
+                        self._memory.restore(block.bytes_on_device(0), block.nbytes)
+                        block.out, block.empty = False, True
+                except PlatformError as error:  # boundary: the other storages come back first
+                    problems.append(error)
         while self._blocks:  # what an unforeseen error leaves here can be brought back by another call
             block = self._blocks[0]
-            try:
-                if block.out:
-                    self._restore(block)
-                    moved += block.nbytes
-                    copied += 0 if block.zeroed else block.nbytes
-                    finish()
-            except PlatformError as error:  # boundary: the other storages come back first
-                problems.append(error)
+            if block.empty:
+                self._fill(block)
+                moved += block.nbytes
+                copied += 0 if block.zeroed else block.nbytes
+                finish()
             if block.host is not None:
                 self._pool.give(block.host)
             del self._blocks[0]
@@ -189,8 +195,7 @@ class HostSwap:
             raise problems[0]
         return copied, moved
 
-    def _restore(self, block: _Block) -> None:
-        self._memory.restore(block.bytes_on_device(0), block.nbytes)
+    def _fill(self, block: _Block) -> None:
         target = block.bytes_on_device(block.nbytes)
         if block.host is None:
             target.zero_()

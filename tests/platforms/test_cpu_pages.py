@@ -11,6 +11,7 @@ import torch
 from mindspeed_asyncflow.platforms import cpu_pages
 from mindspeed_asyncflow.platforms.cpu import CpuPlatform
 from mindspeed_asyncflow.platforms.cpu_pages import PageCache
+from mindspeed_asyncflow.platforms.memory import raw_bytes
 
 BLOCK = 8 * 2**20
 
@@ -24,7 +25,7 @@ def test_a_block_that_comes_back_is_not_cleared_by_the_kernel_again() -> None:
     platform.release_storage(storage)
     before = faults()
     platform.restore_storage(storage, BLOCK)
-    storage.fill_(7)
+    raw_bytes(storage).fill_(7)
     assert faults() - before < BLOCK / mmap.PAGESIZE / 4
     assert storage.nbytes() == BLOCK and set(storage[:5]) | set(storage[-5:]) == {7}
 

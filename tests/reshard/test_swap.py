@@ -47,14 +47,12 @@ class State:
         made = torch.Generator().manual_seed(seed)
         self.flat, self.grad = torch.randn(5000, generator=made), torch.randn(5000, generator=made)
         self.params = [torch.nn.Parameter(self.flat[:2000].view(40, 50)), torch.nn.Parameter(self.flat[2000:4990])]
-        for param, grad in zip(self.params, (self.grad[:2000].view(40, 50), self.grad[2000:4990]), strict=True):
-            param.main_grad = grad
+        self.grads = [self.grad[:2000].view(40, 50), self.grad[2000:4990]]
         self.moments = [torch.randn(777, generator=made).bfloat16() for _ in range(3)]
         self.shard = self.moments[0][100:200]
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
-        grads = [p.main_grad for p in self.params]
-        return {TRAIN_WEIGHTS: [*self.params], GRADIENTS: grads, OPTIMIZER: [self.shard, *self.moments]}
+        return {TRAIN_WEIGHTS: [*self.params], GRADIENTS: self.grads, OPTIMIZER: [self.shard, *self.moments]}
 
     def copies(self) -> list[torch.Tensor]:
         return [t.detach().clone() for t in (self.flat, *self.params, *self.moments, self.shard)]
@@ -86,7 +84,7 @@ def test_everything_comes_back_bit_for_bit_and_gradients_as_zeros(memory: Device
         back = swap.back()
         assert (back.copied_bytes, back.moved_bytes) == (out.copied_bytes, out.moved_bytes)
         assert all(torch.equal(a, b) for a, b in zip(before, state.copies(), strict=True))
-        assert not state.grad.any() and not state.params[0].main_grad.any()
+        assert not state.grad.any() and not state.grads[0].any()
         state.grad.fill_(cycle + 1.0)
         state.flat.add_(1.0)  # views still share it
         assert torch.equal(state.params[1].detach(), state.flat[2000:4990])
