@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_asyncflow.reshard.boxes import Box, subtract
 from mindspeed_asyncflow.reshard.layout import Layout
 from mindspeed_asyncflow.reshard.plan import Plan, make_plan
 from mindspeed_asyncflow.reshard.transfer import TransferReport, run
@@ -63,8 +64,25 @@ def _check(world: World, case: Case, dtype: torch.dtype) -> dict[str, Any]:
 
     if first == 0:  # and back: rollout ranks are the trainer's
         _back(world, case, target, source, filled, held, dtype)
-    plain = {"sent": report.sent_bytes, "received": report.received_bytes, "staging": report.staging_bytes}
-    return plain | {"seconds": time.monotonic() - began, "over": plan.over_lower_bound()}
+    needed = needed_elements(source, target, world.rank, first) * dtype.itemsize
+    plain = {"sent": report.sent_bytes, "received": report.received_bytes, "needed": needed}
+    return plain | {"seconds": time.monotonic() - began}
+
+
+def needed_elements(source: Layout, target: Layout, rank: int, first: int) -> int:
+    """Elements that `rank` wants and does not hold, counted from the layouts alone."""
+    left = 0
+    held = source.ranks[rank] if rank < source.world_size else ()
+    wanted = target.ranks[rank - first] if 0 <= rank - first < target.world_size else ()
+    boxes: dict[str, list[Box]] = {}
+    for segment in (s for p in held for s in p.segments):
+        boxes.setdefault(segment.name, []).append(segment.box)
+    for segment in (s for p in wanted for s in p.segments):
+        parts = [segment.box]
+        for box in boxes.get(segment.name, ()):
+            parts = [rest for part in parts for rest in subtract(part, box)]
+        left += sum(part.size for part in parts)
+    return left
 
 
 def _back(
