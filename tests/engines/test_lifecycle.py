@@ -17,13 +17,14 @@ MOVES = {  # (state, verb) -> next state; every other pair is refused
     (PAUSED, "resume"): RUNNING,
     (PAUSED, "sleep"): SLEEPING,
     (SLEEPING, "wake"): PAUSED,
+    (SLEEPING, "sleep_failed"): DIRTY,
     (RUNNING, "begin_update"): UPDATING,
     (PAUSED, "begin_update"): UPDATING,
     (DIRTY, "begin_update"): UPDATING,
     (UPDATING, "end_update"): RUNNING,
     (UPDATING, "fail_update"): DIRTY,
 }
-VERBS = ("pause", "resume", "sleep", "wake", "begin_update", "end_update", "fail_update")
+VERBS = ("pause", "resume", "sleep", "sleep_failed", "wake", "begin_update", "end_update", "fail_update")
 PATHS = {
     RUNNING: (),
     PAUSED: ("pause",),
@@ -63,6 +64,47 @@ def test_an_update_returns_to_the_state_before_even_after_a_failure(before: str)
     assert (life.state, life.version) == (before, 7)
 
 
+@pytest.mark.parametrize("loss", ["level 2", "failure"])
+def test_lost_weights_leave_dirty_until_an_update_and_then_paused(loss: str) -> None:
+    """The update that heals may bring any version, and the engine is where it was before it slept."""
+    life = Lifecycle(version=5)
+    life.begin_update(6)
+    life.end_update(6, "f6")
+    life.pause()
+    life.sleep(2)
+    if loss == "failure":
+        life.sleep_failed()
+    else:
+        life.wake()
+    assert (life.state, life.version, life.fingerprint) == (DIRTY, 6, "f6")
+    life.begin_update(5)
+    life.end_update(5, "f5")
+    assert (life.state, life.version, life.fingerprint) == (PAUSED, 5, "f5")
+
+
+def test_kept_weights_need_no_update_after_sleep() -> None:
+    life = Lifecycle()
+    for level in (2, 1):
+        life.pause()
+        life.sleep(level)
+        life.wake()
+        if level == 2:
+            life.begin_update(3)
+            life.end_update(3, "f3")
+        life.resume()
+    assert (life.state, life.version, life.fingerprint) == (RUNNING, 3, "f3")
+
+
+def test_an_update_does_not_end_older_than_it_began() -> None:
+    life = Lifecycle()
+    life.begin_update(4)
+    with pytest.raises(WeightSyncError, match="begun towards 4 or newer"):
+        life.end_update(3)
+    assert life.state == UPDATING
+    life.end_update(5)
+    assert life.version == 5
+
+
 def test_an_older_version_is_refused_unless_dirty() -> None:
     life = Lifecycle(version=5)
     with pytest.raises(WeightSyncError, match="version 5 is served"):
@@ -86,6 +128,18 @@ def test_spans_tile_the_answer_and_never_repeat_a_version_in_a_row(growth: list[
     assert [v for span in track.spans for v in [span.version] * (span.end - span.start)] == versions
     assert [s.end for s in track.spans[:-1]] == [s.start for s in track.spans[1:]]
     assert all(a.version != b.version for a, b in itertools.pairwise(track.spans))
+
+
+def test_the_fingerprint_of_an_answer_is_that_of_its_last_token() -> None:
+    """A cut without new tokens says nothing about who sampled the last one."""
+    track = SpanTrack((VersionSpan(1, 0, 2),))
+    track.cut(2, 2, "f2")
+    assert track.fingerprint == ""
+    track.cut(2, 4, "f2")
+    track.cut(3, 4, "f3")
+    assert (track.fingerprint, track.spans) == ("f2", [VersionSpan(1, 0, 2), VersionSpan(2, 2, 4)])
+    track.cut(3, 5, "f3")
+    assert track.fingerprint == "f3"
 
 
 def test_resumed_spans_are_continued() -> None:
