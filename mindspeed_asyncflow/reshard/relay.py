@@ -191,8 +191,7 @@ class RelayReader:
 
     def check(self) -> None:
         """Raise `WeightSyncError` unless the slot still holds the complete version of the manifest."""
-        if self._file.complete(self._slot) != self.manifest.version:
-            self._file.slot_of(self.manifest.version)
+        self._file.check(self._slot, self.manifest.version)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) in the manifest's order: a view where the tensor lies in one piece, else put together here,
@@ -226,7 +225,7 @@ class RelayReader:
 
         Raises `WeightSyncError` that names the first shard whose bytes are not those published.
         """
-        found = self._file.manifest(self.manifest.version).fingerprint
+        found = self._file.fingerprint(self._slot, self.manifest.version)
         if found != self.manifest.fingerprint:
             raise WeightSyncError(
                 f"weight version {self.manifest.version}: published fingerprint {self.manifest.fingerprint}, "

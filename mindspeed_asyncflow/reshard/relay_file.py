@@ -160,8 +160,16 @@ class RelayFile:
         for slot in range(self.keep):
             if self.complete(slot) == version:
                 return slot
+        raise self._gone(version)
+
+    def check(self, slot: int, version: int) -> None:
+        """Raise `WeightSyncError` unless `slot` still holds the complete `version`."""
+        if self.complete(slot) != version:
+            raise self._gone(version)
+
+    def _gone(self, version: int) -> WeightSyncError:
         kept = ", ".join(map(str, self.versions())) or "no complete version"
-        raise WeightSyncError(
+        return WeightSyncError(
             f"weight version {version} is not in the relay {self.path} (any more); it keeps {kept}: "
             "ask for a newer manifest"
         )
@@ -174,14 +182,19 @@ class RelayFile:
         if names is not None:
             wanted = set(names)
             shards, params = table.shards_of(wanted), tuple(p for p in params if p.name in wanted)
-        combined = fingerprint(table.digest, crc)
-        self.slot_of(version)
+        combined = self.fingerprint(slot, version)
         absent = shards[present[shards] == 0]
         if len(absent):
             raise WeightSyncError(
                 f"{self.path} holds only a part of version {version}, not {table.describe(absent[0])}"
             )
         return WeightManifest(version, self.path, table.slot_bytes, params, tuple(crc[shards].tolist()), combined)
+
+    def fingerprint(self, slot: int, version: int) -> str:
+        """Of the complete `version` in `slot`."""
+        crc = self.crc[slot].copy()
+        self.check(slot, version)
+        return fingerprint(self.table.digest, crc)
 
     # -- changes (files that were joined) --------------------------------------------------------------------------
 

@@ -36,12 +36,13 @@ class Question(IntEnum):
 class RelayLink:
     """One blocking connection to a relay server. Raises `Broken`.
 
-    `silence_s`: how long it may say nothing; `heard` is told how many bytes came, whenever some did.
+    `silence_s`: how long it may say nothing; `heard` is told how many bytes came after the greeting, when some did.
     """
 
     def __init__(self, address: str, secret: bytes, silence_s: float, heard: Callable[[int], None]) -> None:
         self.filled = 0  # bytes that the last `into` got
-        self._questions, self._heard = 0, heard
+        self._questions = 0
+        self._heard: Callable[[int], None] = lambda _: None
         host, _, port = address.rpartition(":")
         try:
             self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout=silence_s)
@@ -53,6 +54,7 @@ class RelayLink:
             self.into(memoryview(challenge))
             self.ask(Question.HELLO, {"answer": wire.answer(secret, bytes(challenge))})
             self.answer()
+            self._heard = heard
         except BaseException as error:  # boundary: a socket that was opened is closed, whatever went wrong
             self._socket.close()
             if isinstance(error, Broken):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import socket
 import threading
@@ -52,16 +51,12 @@ class RelayServer:
         except OSError as error:
             raise PlatformError(f"the relay cannot listen on {host}:{port}: {error.strerror}") from error
         self._listener.setblocking(False)
+        self.address = "{}:{}".format(*self._listener.getsockname()[:2])  # host:port
         self._loop = asyncio.new_event_loop()
         self._connections: set[asyncio.Task] = set()
+        self._accepting = self._loop.create_task(self._accept())
         self._thread = threading.Thread(target=self._run, name="relay-server", daemon=True)
         self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """host:port"""
-        host, port = self._listener.getsockname()[:2]
-        return f"{host}:{port}"
 
     def close(self) -> None:
         """Ends the thread and all connections. May be called twice."""
@@ -83,12 +78,11 @@ class RelayServer:
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._accepting = self._loop.create_task(self._accept())
-        with contextlib.suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._accepting)
-        for task in self._connections:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*self._connections, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.wait([self._accepting]))
+        if self._connections:
+            for task in self._connections:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(self._connections))
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 
@@ -169,7 +163,7 @@ class RelayServer:
             version = kept[-1]
         slot = file.slot_of(version)
         crc, present = file.crc[slot].copy(), file.present[slot].copy()
-        file.slot_of(version)
+        file.check(slot, version)
         return {
             "version": version,
             "digest": np.frombuffer(file.table.digest, np.uint8),
