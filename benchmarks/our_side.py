@@ -21,7 +21,7 @@ PARTS = {
     "generation": "timing_s/gen",
     "forward and backward": "timing_s/forward_backward",
     "optimizer": "timing_s/optim_step",
-    "publishing weights": "weight_sync/publish_s",
+    "publishing weights": "weight_sync/publish_exposed_s",
     "loading weights": "timing_s/update_weights",
 }
 

@@ -177,7 +177,14 @@ def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay_path: str
         config.workflow.keep_versions,
     )
     publisher = Publisher(
-        engine.shards, plan.ranks[rank], relay, name=name, timeout_s=config.workflow.watchdog_s, tracer=tracer
+        engine.shards,
+        plan.ranks[rank],
+        relay,
+        platform=engine.platform,
+        device=engine.device,
+        name=name,
+        timeout_s=config.workflow.watchdog_s,
+        tracer=tracer,
     )
     return TrainWorker(
         engine,

@@ -18,6 +18,7 @@ from typing import Any
 
 from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
 from mindspeed_asyncflow.observe.trace import Tracer
+from mindspeed_asyncflow.platforms.base import Platform
 from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape
 from mindspeed_asyncflow.reshard.relay import RelayWriter
 from mindspeed_asyncflow.reshard.relay_plan import Write
@@ -41,12 +42,14 @@ class Publisher:
         writes: Sequence[Write],
         relay: RelayWriter,
         *,
+        platform: Platform,
+        device: Any,  # torch.device
         name: str,
         timeout_s: float,
         tracer: Tracer,
     ) -> None:
         self.shards, self.writes, self.relay, self.name = shards, writes, relay, name
-        self.timeout_s, self.tracer = timeout_s, tracer
+        self.platform, self.device, self.timeout_s, self.tracer = platform, device, timeout_s, tracer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-publish")
         self._running: Future[RankShards] | None = None
         self._version = -1
@@ -54,6 +57,7 @@ class Publisher:
     def start(self, version: int) -> None:
         """Begin to write `version`, the weights as they are now."""
         self.settle()
+        self.platform.synchronize()  # the thread's stream does not wait for the optimizer's kernels by itself
         self._version = version
         self._running = self._thread.submit(self._write, version)
 
@@ -81,7 +85,8 @@ class Publisher:
 
     def _write(self, version: int) -> RankShards:
         began = time.perf_counter()
-        with self.tracer.span("train/publish", lane=f"{self.name} publishes", version=version):
+        span = self.tracer.span("train/publish", lane=f"{self.name} publishes", version=version)
+        with span, self.platform.side_stream(self.device):
             checksums = self.relay.publish(version, self._boxes())
         return RankShards(version, checksums, time.perf_counter() - began)
 

@@ -1,5 +1,6 @@
 """Whole runs as a user starts them: real Ray, real processes, real engines."""
 
+import itertools
 import json
 import os
 import signal
@@ -113,6 +114,41 @@ def test_tensor_and_pipeline_parallel_trainer_feeds_two_replicas(tmp_path):
     assert summary["rollout_train_logprob_gap_max"] <= 2e-4
 
 
+def spans(job, name):
+    """[begin, end) in microseconds of all spans of this name, with the process that they belong to."""
+    processes = {e["pid"]: e["args"]["name"] for e in trace(job) if e["name"] == "process_name"}
+    found = [e for e in trace(job) if e["ph"] == "X" and e["name"] == name]
+    return sorted((e["ts"], e["ts"] + e["dur"], processes[e["pid"]]) for e in found)
+
+
+def metrics(job):
+    return [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_rolling_updates_load_one_replica_at_a_time(tmp_path):
+    settings = [*SMALL, "rollout.engine=reference", "rollout.replicas=2", "workflow.update=rolling"]
+    job = Job(tmp_path / "runs", DEFAULT, *settings)
+    summary = finished(job)
+    assert summary["samples_trained"] == 4 * 64 and summary["max_lag"] <= 1
+    assert summary["rollout_train_logprob_gap_max"] <= 2e-4
+    loads = spans(job, "rollout/load_weights")
+    assert {process for *_, process in loads} == {"rollout0", "rollout1"}
+    assert all(end <= begin for (_, end, _), (begin, _, _) in itertools.pairwise(loads))
+
+
+def test_in_flight_updates_change_weights_inside_answers_and_keep_the_lag_law(tmp_path):
+    """At this temperature answers are long enough for a version to come in the middle of them."""
+    settings = [*SMALL, "rollout.engine=reference", "rollout.max_new_tokens=64", "rollout.temperature=10"]
+    job = Job(tmp_path / "runs", DEFAULT, *settings, "workflow.update=in_flight", "trainer.steps=8")
+    summary = finished(job)
+    assert summary["samples_trained"] == 8 * 64 and summary["max_lag"] == 1
+    assert summary["rollout_train_logprob_gap_max"] <= 2e-4
+    rows = metrics(job)
+    assert max(row["staleness/version_span_max"] for row in rows) == 2
+    assert max(row["staleness/worst_max"] for row in rows) == 1
+    assert len(spans(job, "train/publish")) == 9
+
+
 def test_reference_engine_with_kl_agrees_with_the_trainer_at_any_temperature(tmp_path):
     """B22: policy, rollout and reference are equal at step 0 and sampled at 0.7, so KL and drift are rounding only."""
     settings = [*SMALL, "rollout.engine=reference", "rollout.temperature=0.7", "algorithm.kl_coef=0.01"]
@@ -121,7 +157,7 @@ def test_reference_engine_with_kl_agrees_with_the_trainer_at_any_temperature(tmp
     summary = finished(job)
     assert summary["samples_trained"] == 4 * 64
     assert summary["rollout_train_logprob_gap_max"] <= 2e-4
-    first, *_, last = [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text().splitlines()]
+    first, *_, last = metrics(job)
     assert first["rollout_corr/abs_diff_max"] < 1e-4 and abs(first["actor/kl_loss"]) < 1e-6
     assert last["actor/kl_loss"] > 1e-6
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from mindspeed_asyncflow.config.model import FullTensor
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, grpo_tasks
@@ -22,9 +23,10 @@ from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
+from mindspeed_asyncflow.platforms.cpu import CpuPlatform
 from mindspeed_asyncflow.records import Completion, OptimReport, SamplingSpec, UpdateReport, VersionSpan
 from mindspeed_asyncflow.reshard.boxes import whole
-from mindspeed_asyncflow.reshard.layout import FullTensor, Layout, LocalParam, Segment
+from mindspeed_asyncflow.reshard.layout import Layout, LocalParam, Segment
 from mindspeed_asyncflow.reshard.relay import RelayReader, RelayWriter
 from mindspeed_asyncflow.reshard.relay_plan import write_plan
 from mindspeed_asyncflow.rewards.pool import Score
@@ -258,7 +260,16 @@ def run_loops(
             tracer=QUIET,
         )
     )
-    publisher = Publisher(train.shards, plan.ranks[0], relay, name="trainer0", timeout_s=5.0, tracer=QUIET)
+    publisher = Publisher(
+        train.shards,
+        plan.ranks[0],
+        relay,
+        platform=CpuPlatform(),
+        device=torch.device("cpu"),
+        name="trainer0",
+        timeout_s=5.0,
+        tracer=QUIET,
+    )
     trainer = Local(
         TrainWorker(train, client(), config.algorithm, name="trainer0", replica=0, publisher=publisher, tracer=QUIET),
         aside=("published",),

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from mindspeed_asyncflow.config.model import describe
+from mindspeed_asyncflow.config.parallel import TrainParallel
 from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
 from mindspeed_asyncflow.observe.trace import Tracer
+from mindspeed_asyncflow.platforms.cpu import CpuPlatform
 from mindspeed_asyncflow.reshard.boxes import matrix_shape
-from mindspeed_asyncflow.reshard.model import describe
 from mindspeed_asyncflow.reshard.relay import RelayReader, RelayWriter, assemble
 from mindspeed_asyncflow.reshard.relay_plan import write_plan
-from mindspeed_asyncflow.reshard.train_layout import TrainParallel, train_layout
+from mindspeed_asyncflow.reshard.train_layout import train_layout
 from mindspeed_asyncflow.workflow.publisher import Publisher
 
 MODEL = dict(
@@ -45,6 +47,8 @@ def publishers(parallel, timeout_s=5.0, dtype="float32"):
                 lambda held=held: held,
                 plan.ranks[rank],
                 relay,
+                platform=CpuPlatform(),
+                device=torch.device("cpu"),
                 name=f"trainer{rank}",
                 timeout_s=timeout_s,
                 tracer=Tracer("", "test", enabled=False),
