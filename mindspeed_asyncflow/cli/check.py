@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"== {title}")
         print("\n".join(lines))
     print("== least host memory, MiB")
-    for name, size in feasibility.memory_bytes(config, machine, preflight.model_sizes(config)).items():
+    for name, size in feasibility.memory_bytes(config, machine, preflight.model_shape(config)).items():
         print(f"{size / MIB:>10.0f}  {name}")
     print("== findings")
     print("\n".join(map(str, found)) or "none: this configuration can run here")

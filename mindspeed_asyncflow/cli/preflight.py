@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed_asyncflow.config import Config, checks, feasibility
 from mindspeed_asyncflow.config.machine import Machine, probe
+from mindspeed_asyncflow.config.model import ModelShape, describe
 from mindspeed_asyncflow.data.builtin_models import BUILTIN
 from mindspeed_asyncflow.data.char_tokenizer import TOKENS
 from mindspeed_asyncflow.data.tasks import Demonstrating, Task, make_task
@@ -14,6 +15,7 @@ from mindspeed_asyncflow.errors import ConfigError, DataError
 
 # SmolLM2-135M, for arithmetic before its weights are unpacked.
 SMOLLM2 = {
+    "model_type": "qwen2",
     "hidden_size": 576,
     "intermediate_size": 1536,
     "num_hidden_layers": 30,
@@ -30,6 +32,7 @@ def model_sizes(config: Config) -> dict[str, Any] | None:
     if kind == "builtin" and name in BUILTIN:
         a = BUILTIN[name]
         return {
+            "model_type": "qwen2",
             "hidden_size": a.hidden,
             "intermediate_size": a.intermediate,
             "num_hidden_layers": a.layers,
@@ -42,6 +45,15 @@ def model_sizes(config: Config) -> dict[str, Any] | None:
         return SMOLLM2
     try:
         return feasibility.model_config(config)
+    except ConfigError:
+        return None
+
+
+def model_shape(config: Config) -> ModelShape | None:
+    """What `model.source` consists of; None where that cannot be told (a finding says why)."""
+    sizes = model_sizes(config)
+    try:
+        return None if sizes is None else describe(sizes)
     except ConfigError:
         return None
 

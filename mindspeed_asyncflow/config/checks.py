@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from mindspeed_asyncflow.config import feasibility
 from mindspeed_asyncflow.config.machine import Machine
+from mindspeed_asyncflow.config.model import describe
 from mindspeed_asyncflow.config.parallel import check_parallel
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import ConfigError
@@ -31,8 +32,14 @@ def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = No
     """All findings, errors first. `model` is the Hugging Face config of `model.source`, where it is known already."""
     rules = (_algorithm, _batches, _data, _rollout, _trainer)
     found = [Finding(*f) for rule in rules for f in rule(config)]
-    found += [Finding(*f) for f in feasibility.findings(config, machine, model)]
-    if model is not None:
+    shape = None
+    try:
+        model = model or feasibility.model_config(config)
+        shape = describe(model) if model is not None else None
+    except ConfigError as error:
+        found.append(Finding("error", ("model.source",), str(error)))
+    found += [Finding(*f) for f in feasibility.findings(config, machine, shape)]
+    if model is not None and shape is not None:
         found += _parallel(config, model)
     return sorted(found, key=lambda finding: finding.level != "error")
 
@@ -48,7 +55,7 @@ def refuse_errors(found: list[Finding]) -> list[Finding]:
 
 def _parallel(config: Config, model: Mapping[str, Any]) -> list[Finding]:
     try:
-        check_parallel(dict(model), config.trainer)
+        check_parallel(model, config.trainer)
     except ConfigError as error:
         named = tuple(dict.fromkeys(re.findall(r"trainer\.\w+", str(error)))) or ("trainer",)
         return [Finding("error", named, str(error))]

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from mindspeed_asyncflow.config.machine import MIB, Machine
+from mindspeed_asyncflow.config.model import ModelShape
+from mindspeed_asyncflow.config.parallel import RolloutParallel, check_rollout
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import ConfigError
 
@@ -62,29 +64,9 @@ def model_config(config: Config) -> dict[str, Any] | None:
     return model
 
 
-def parameter_count(model: Mapping[str, Any]) -> int:
-    """Parameters of a Qwen-like decoder from its Hugging Face config, without biases and norms."""
-    hidden, layers = model["hidden_size"], model["num_hidden_layers"]
-    heads, kv_heads = model["num_attention_heads"], model.get("num_key_value_heads", model["num_attention_heads"])
-    attention = hidden * head_size(model) * (2 * heads + 2 * kv_heads)
-    experts = model.get("num_experts") or 1
-    width = model.get("moe_intermediate_size", 0) if experts > 1 else model["intermediate_size"]
-    embeddings = model["vocab_size"] * hidden * (1 if model.get("tie_word_embeddings") else 2)
-    return embeddings + layers * (attention + 3 * hidden * width * experts)
-
-
-def head_size(model: Mapping[str, Any]) -> int:
-    return model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-
-
-def findings(config: Config, machine: Machine, model: Mapping[str, Any] | None) -> Iterator[Raw]:
-    """Errors and warnings as (level, keys, message)."""
+def findings(config: Config, machine: Machine, model: ModelShape | None) -> Iterator[Raw]:
+    """Errors and warnings as (level, keys, message); `model` where it is known."""
     yield from _files(config)
-    if model is None:
-        try:
-            model = model_config(config)
-        except ConfigError as error:
-            yield "error", ("model.source",), str(error)
     yield from _devices(config, machine)
     yield from _libraries(config, machine)
     yield from _memory(config, machine, model)
@@ -94,8 +76,8 @@ def findings(config: Config, machine: Machine, model: Mapping[str, Any] | None) 
     if model is not None:
         yield from _rollout_split(config, model)
     if model is not None and config.rollout.engine == "vllm" and not on_npu(config, machine):
-        size = head_size(model)
-        if size not in VLLM_CPU_HEADS:
+        size = model.head_dim
+        if model.latent is None and size not in VLLM_CPU_HEADS:
             yield (
                 "error",
                 ("model.source", "rollout.engine"),
@@ -104,16 +86,11 @@ def findings(config: Config, machine: Machine, model: Mapping[str, Any] | None) 
             )
 
 
-def _rollout_split(config: Config, model: Mapping[str, Any]) -> Iterator[Raw]:
-    size, heads = config.rollout.tensor_parallel, model["num_attention_heads"]
-    kv_heads = model.get("num_key_value_heads", heads)
-    if heads % size or (kv_heads % size and size % kv_heads):
-        legal = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-        yield (
-            "error",
-            ("rollout.tensor_parallel",),
-            f"{heads} attention heads ({kv_heads} for keys and values) cannot be cut over {size}; legal: {legal}",
-        )
+def _rollout_split(config: Config, model: ModelShape) -> Iterator[Raw]:
+    try:
+        check_rollout(model, RolloutParallel(tensor=config.rollout.tensor_parallel))
+    except ConfigError as error:
+        yield "error", ("rollout.tensor_parallel",), str(error)
 
 
 def _files(config: Config) -> Iterator[Raw]:
@@ -180,7 +157,7 @@ def _libraries(config: Config, machine: Machine) -> Iterator[Raw]:
             yield "error", (key,), f"the Python module {module} is not installed here; {fix}"
 
 
-def memory_bytes(config: Config, machine: Machine, model: Mapping[str, Any] | None) -> dict[str, int]:
+def memory_bytes(config: Config, machine: Machine, model: ModelShape | None) -> dict[str, int]:
     """Least host memory by kind, in bytes; weights only where the model is known (on NPU they live on devices)."""
     t, r = config.trainer, config.rollout
     parts = {
@@ -188,7 +165,7 @@ def memory_bytes(config: Config, machine: Machine, model: Mapping[str, Any] | No
         "rollout processes": r.replicas * r.tensor_parallel * REPLICA_BYTES[r.engine],
         "dock arena": config.dock.arena_mb * config.dock.pairs * MIB,
     }
-    count = parameter_count(model) if model else 0
+    count = model.parameters if model else 0
     width = DTYPE_BYTES[config.model.dtype]
     parts["weight relay"] = config.workflow.keep_versions * count * width
     if not on_npu(config, machine):
@@ -200,7 +177,7 @@ def memory_bytes(config: Config, machine: Machine, model: Mapping[str, Any] | No
     return parts
 
 
-def _memory(config: Config, machine: Machine, model: Mapping[str, Any] | None) -> Iterator[Raw]:
+def _memory(config: Config, machine: Machine, model: ModelShape | None) -> Iterator[Raw]:
     parts = memory_bytes(config, machine, model)
     need = sum(parts.values())
     ours = ("rollout.replicas", "rollout.kv_cache_mb", "trainer.data_parallel")
@@ -220,8 +197,7 @@ def _memory(config: Config, machine: Machine, model: Mapping[str, Any] | None) -
         )
     if model is not None:
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        kv_heads = model.get("num_key_value_heads", model["num_attention_heads"])
-        per_token = 2 * model["num_hidden_layers"] * kv_heads * head_size(model) * DTYPE_BYTES[config.model.dtype]
+        per_token = model.layers * model.cached_per_token * DTYPE_BYTES[config.model.dtype]
         if longest * per_token > config.rollout.kv_cache_mb * MIB:
             yield (
                 "error",

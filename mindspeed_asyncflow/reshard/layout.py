@@ -11,18 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from mindspeed_asyncflow.config.model import FullTensor
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape, subtract, whole
-
-
-@dataclass(frozen=True, slots=True)
-class FullTensor:
-    """One weight of the model under its Hugging Face name."""
-
-    name: str
-    shape: tuple[int, ...]
-    order: int  # position in layer order: embedding 0, decoder layer l is l + 1, final norm and head L + 1
-    expert: int = -1  # number of the routed expert; -1: not a routed expert's weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,61 +10,16 @@ Rules, as vLLM 0.27.1 has them (linear.py, vocab_parallel_embedding.py, fused_mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from mindspeed_asyncflow.errors import ConfigError
+from mindspeed_asyncflow.config.model import EMBEDDING, HEAD, FullTensor, ModelShape
+from mindspeed_asyncflow.config.parallel import RolloutParallel, check_rollout
 from mindspeed_asyncflow.reshard.boxes import Box, whole
-from mindspeed_asyncflow.reshard.layout import FullTensor, Layout, LocalParam, Segment
-from mindspeed_asyncflow.reshard.legal import divides, nearest, serves_kv_heads
-from mindspeed_asyncflow.reshard.model import EMBEDDING, HEAD, ModelShape
+from mindspeed_asyncflow.reshard.layout import Layout, LocalParam, Segment
 
 VOCAB_MULTIPLE = 64
 
 _BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 _BY_ROWS = ("q_proj.weight", "q_proj.bias", "q_b_proj.weight", "kv_b_proj.weight", "gate_proj.weight", "up_proj.weight")
 _KEY_VALUE = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutParallel:
-    """Sizes of the rollout side. Rank = (replica * data + data rank) * tensor + tensor rank."""
-
-    tensor: int = 1
-    data: int = 1  # data-parallel ranks inside one replica
-    expert: bool = False  # split whole experts over the tensor x data ranks of a replica
-    replicas: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.tensor * self.data * self.replicas
-
-    def __str__(self) -> str:
-        text = f"TP{self.tensor} DP{self.data}" + (f" EP{self.tensor * self.data}" if self.expert else "")
-        return f"{self.replicas} x {text}" if self.replicas > 1 else text
-
-
-def check_rollout(model: ModelShape, parallel: RolloutParallel) -> None:
-    """Raise `ConfigError` when vLLM could not cut `model` like this."""
-    tp = parallel.tensor
-    divides("rollout tensor parallel", tp, "the attention heads", model.heads)
-    if model.latent is None:
-        serves_kv_heads("rollout tensor parallel", tp, model.kv_heads, model.heads)
-    if model.experts is None or model.experts.dense_layers:
-        divides("rollout tensor parallel", tp, "the feed-forward width", model.ffn)
-    if model.experts is None:
-        if parallel.expert:
-            raise ConfigError("rollout expert parallel is on, but the model has no experts; switch it off")
-        return
-    ranks = tp * parallel.data
-    if model.experts.shared_width:
-        divides("rollout tensor parallel", tp, "the width of the shared experts", model.experts.shared_width)
-    if not parallel.expert:
-        divides("rollout tensor x data parallel", ranks, "the width of an expert", model.experts.width)
-    elif ranks > model.experts.count:
-        legal = nearest(ranks, lambda n: n % tp == 0, model.experts.count)
-        raise ConfigError(
-            f"rollout tensor x data parallel={ranks} is more than the {model.experts.count} experts; nearest: {legal}"
-        )
 
 
 def rollout_layout(model: ModelShape, parallel: RolloutParallel) -> Layout:

@@ -8,111 +8,11 @@ shards optimizer state, not weights, so it does not appear here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from mindspeed_asyncflow.errors import ConfigError
+from mindspeed_asyncflow.config.model import EMBEDDING, FINAL_NORM, HEAD, ModelShape
+from mindspeed_asyncflow.config.parallel import TrainParallel, check_train, stage_layers
 from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape
 from mindspeed_asyncflow.reshard.layout import Layout, LocalParam, Segment
-from mindspeed_asyncflow.reshard.legal import divides, nearest, serves_kv_heads
-from mindspeed_asyncflow.reshard.model import EMBEDDING, FINAL_NORM, HEAD, ModelShape
-
-
-@dataclass(frozen=True, slots=True)
-class TrainParallel:
-    """Sizes of the trainer."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    virtual: int = 1  # model chunks per pipeline rank
-    context: int = 1
-    data: int = 1
-    expert: int = 1  # carved out of tensor x context x data
-    expert_tensor: int | None = None  # TP of experts; None: `tensor`
-    # Layers of each stage in model order, virtual ones included: stage s is chunk s // pipeline of rank s % pipeline.
-    pipeline_layers: tuple[int, ...] | None = None
-    vocab_multiple: int | None = None  # the vocabulary is padded to a multiple of it; None: `tensor`
-    split_latent_down: bool = True  # latent down projections are cut over TP (local spec), or on every rank (TE spec)
-
-    @property
-    def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.context * self.data
-
-    @property
-    def stage_ranks(self) -> int:
-        """Ranks of one pipeline stage."""
-        return self.tensor * self.context * self.data
-
-    @property
-    def experts_tensor(self) -> int:
-        return self.tensor if self.expert_tensor is None else self.expert_tensor
-
-    def __str__(self) -> str:
-        sizes = [("TP", self.tensor), ("PP", self.pipeline), ("VPP", self.virtual), ("CP", self.context)]
-        sizes += [("DP", self.data), ("EP", self.expert)]
-        text = " ".join(f"{name}{size}" for name, size in sizes if size > 1)
-        return text + (f" ETP{self.expert_tensor}" if self.expert_tensor is not None else "") or "1 rank"
-
-
-def balanced(layers: int, stages: int) -> list[int]:
-    """Layers per stage when the first stages take one more."""
-    base, more = divmod(layers, stages)
-    return [base + (stage < more) for stage in range(stages)]
-
-
-def stage_layers(model: ModelShape, parallel: TrainParallel) -> list[range]:
-    """Global layer numbers of each stage in model order. Raises `ConfigError` for a split that misses a layer."""
-    stages = parallel.pipeline * parallel.virtual
-    counts = list(parallel.pipeline_layers or ())
-    if not counts:
-        if model.layers % stages:
-            knob = "pipeline parallel" if parallel.virtual == 1 else "pipeline x virtual stages"
-            legal = nearest(stages, lambda n: model.layers % n == 0, model.layers)
-            raise ConfigError(
-                f"{knob}={stages} does not divide the {model.layers} layers; nearest legal: {legal}, or give "
-                f"pipeline_layers, balanced: {balanced(model.layers, stages)}"
-            )
-        counts = [model.layers // stages] * stages
-    if len(counts) != stages or sum(counts) != model.layers or min(counts) < 0:
-        raise ConfigError(
-            f"pipeline_layers={counts} must be {stages} counts that add up to {model.layers} layers; "
-            f"balanced: {balanced(model.layers, stages)}"
-        )
-    starts = [sum(counts[:stage]) for stage in range(stages)]
-    return [range(start, start + count) for start, count in zip(starts, counts)]
-
-
-def check_train(model: ModelShape, parallel: TrainParallel) -> None:
-    """Raise `ConfigError` when megatron could not cut `model` like this."""
-    tp = parallel.tensor
-    divides("tensor parallel", tp, "the attention heads", model.heads)
-    if model.latent is None:
-        serves_kv_heads("tensor parallel", tp, model.kv_heads, model.heads)
-    elif parallel.split_latent_down:
-        for size in (model.latent.q_rank, model.latent.kv_rank + model.latent.rope):
-            divides("tensor parallel", tp, "a latent down projection", size)
-    if model.experts is None or model.experts.dense_layers:
-        divides("tensor parallel", tp, "the feed-forward width", model.ffn)
-    if parallel.vocab_multiple:
-        divides("tensor parallel", tp, "vocab_multiple", parallel.vocab_multiple)
-    if parallel.virtual > 1 and parallel.pipeline == 1:
-        raise ConfigError("virtual stages need pipeline parallel >= 2")
-    stage_layers(model, parallel)
-    if model.experts is None:
-        if parallel.expert > 1:
-            raise ConfigError(f"expert parallel={parallel.expert}, but the model has no experts; set it to 1")
-        return
-    divides("expert tensor parallel", parallel.experts_tensor, "the width of an expert", model.experts.width)
-    divides("expert parallel", parallel.expert, "the experts", model.experts.count)
-    if model.experts.shared_width:
-        divides("tensor parallel", tp, "the width of the shared experts", model.experts.shared_width)
-    if parallel.stage_ranks % (parallel.expert * parallel.experts_tensor):
-        per_etp = parallel.stage_ranks // parallel.experts_tensor or 1
-        count = model.experts.count
-        legal = nearest(parallel.expert, lambda n: per_etp % n == 0 and count % n == 0, per_etp)
-        raise ConfigError(
-            f"expert parallel={parallel.expert} x expert tensor parallel={parallel.experts_tensor} does not divide the "
-            f"{parallel.stage_ranks} ranks of a pipeline stage (tensor x context x data); nearest legal: {legal}"
-        )
 
 
 def train_layout(model: ModelShape, parallel: TrainParallel) -> Layout:

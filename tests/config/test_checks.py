@@ -12,6 +12,7 @@ from mindspeed_asyncflow.config.machine import MIB, Machine
 from mindspeed_asyncflow.errors import ConfigError
 
 TINY = {
+    "model_type": "qwen2",
     "hidden_size": 128,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,

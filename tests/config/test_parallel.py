@@ -2,13 +2,21 @@
 
 import pytest
 
-from mindspeed_asyncflow.config.parallel import balanced_split, check_parallel, nearest_divisors
+from mindspeed_asyncflow.config.parallel import balanced_split, check_parallel, nearest
 from mindspeed_asyncflow.config.schema import TrainerConfig
 from mindspeed_asyncflow.errors import ConfigError
 
-DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96, "num_hidden_layers": 6}
+DENSE = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "vocab_size": 100,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+}
 SIX_KV = {**DENSE, "num_attention_heads": 12, "num_key_value_heads": 6}
-SPARSE = {**DENSE, "num_experts": 8, "moe_intermediate_size": 48}
+SPARSE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 48}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +56,7 @@ def test_legal_sizes_pass(model, sizes):
         (DENSE, {"virtual_pipeline": 2}, "pipeline_parallel >= 2"),
         (DENSE, {"sequence_parallel": True}, "tensor_parallel >= 2"),
         (DENSE, {"expert_parallel": 2, "data_parallel": 2}, "no experts"),
-        (SPARSE, {"expert_parallel": 2}, r"expert_parallel=2 .*= 1.*nearest legal: 1"),
+        (SPARSE, {"expert_parallel": 2}, r"expert_parallel=2 .*the 1 ranks.*nearest legal: 1"),
         (SPARSE, {"expert_parallel": 3, "data_parallel": 3}, r"experts \(8\); nearest legal: 2 or 4"),
         (SPARSE, {"tensor_parallel": 2}, "sequence_parallel: true"),
     ],
@@ -58,9 +66,11 @@ def test_illegal_sizes_name_the_nearest_legal_ones(model, sizes, message):
         check_parallel(model, TrainerConfig(**sizes))
 
 
-def test_nearest_divisors_from_both_sides():
-    assert nearest_divisors(12, 5) == [4, 6]
-    assert nearest_divisors(12, 12) == [12]
+def test_the_nearest_legal_sizes_are_sought_on_both_sides():
+    assert nearest(5, lambda n: 12 % n == 0, 12) == "4 or 6"
+    assert nearest(12, lambda n: 12 % n == 0, 12) == "12"
+    assert nearest(3, lambda n: n > 9, 12) == "10"
+    assert nearest(3, lambda n: False, 12) == "none"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +88,10 @@ def test_layers_that_do_not_divide_are_refused_with_the_balanced_split(layers, s
 
 LATENT = {  # DeepSeek-V3 style; its key/value heads are made from a latent, so their number does not matter
     **DENSE,
+    "model_type": "deepseek_v3",
     "num_key_value_heads": 3,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
     "n_routed_experts": 8,
     "moe_intermediate_size": 48,
     "first_k_dense_replace": 1,

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from mindspeed_asyncflow.config.model import ModelShape, describe
+from mindspeed_asyncflow.config.parallel import RolloutParallel, TrainParallel
 from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.reshard.layout import Layout
-from mindspeed_asyncflow.reshard.model import ModelShape, describe
-from mindspeed_asyncflow.reshard.rollout_layout import RolloutParallel, rollout_layout
-from mindspeed_asyncflow.reshard.train_layout import TrainParallel, train_layout
+from mindspeed_asyncflow.reshard.rollout_layout import rollout_layout
+from mindspeed_asyncflow.reshard.train_layout import train_layout
 
 RANKS = 8
 

@@ -12,7 +12,7 @@ from mbridge.models.qwen3 import Qwen3Bridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 from megatron.core.parallel_state import RankGenerator
 
-from mindspeed_asyncflow.reshard.train_layout import TrainParallel
+from mindspeed_asyncflow.config.parallel import TrainParallel
 from tests.reshard.matrix import CONFIGS, MODELS, Case
 from tests.reshard.slices import full_tensors
 

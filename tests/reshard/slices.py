@@ -4,8 +4,8 @@ from functools import cache
 
 import torch
 
+from mindspeed_asyncflow.config.parallel import RolloutParallel
 from mindspeed_asyncflow.reshard.layout import Layout
-from mindspeed_asyncflow.reshard.rollout_layout import RolloutParallel
 from tests.reshard.matrix import CONFIGS, MODELS, Case
 
 

@@ -1,11 +1,12 @@
 import pytest
 
+from mindspeed_asyncflow.config.model import describe
+from mindspeed_asyncflow.config.parallel import RolloutParallel, TrainParallel
 from mindspeed_asyncflow.reshard.cost import LinkSpeeds, modelled_seconds
-from mindspeed_asyncflow.reshard.model import describe
 from mindspeed_asyncflow.reshard.plan import make_plan
-from mindspeed_asyncflow.reshard.rollout_layout import RolloutParallel, rollout_layout
+from mindspeed_asyncflow.reshard.rollout_layout import rollout_layout
 from mindspeed_asyncflow.reshard.topology import Topology
-from mindspeed_asyncflow.reshard.train_layout import TrainParallel, train_layout
+from mindspeed_asyncflow.reshard.train_layout import train_layout
 from tests.reshard.models import QWEN2
 
 FREE = 1e30

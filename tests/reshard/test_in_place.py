@@ -5,12 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mindspeed_asyncflow.config.parallel import RolloutParallel, TrainParallel
 from mindspeed_asyncflow.errors import ConfigError, WeightSyncError
 from mindspeed_asyncflow.platforms.cpu import CpuPlatform
 from mindspeed_asyncflow.platforms.memory import DeviceMemory, HostPool
 from mindspeed_asyncflow.reshard.in_place import InPlace
-from mindspeed_asyncflow.reshard.rollout_layout import RolloutParallel
-from mindspeed_asyncflow.reshard.train_layout import TrainParallel
 from tests.reshard import in_place_ranks
 from tests.reshard.matrix import Case, rollout_side, train_side
 from tests.reshard.ranks import Ranks

@@ -5,14 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_asyncflow.config.model import describe
+from mindspeed_asyncflow.config.parallel import RolloutParallel, TrainParallel
 from mindspeed_asyncflow.errors import ConfigError, WeightSyncError
 from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape
 from mindspeed_asyncflow.reshard.layout import Layout
-from mindspeed_asyncflow.reshard.model import describe
 from mindspeed_asyncflow.reshard.plan import make_plan
-from mindspeed_asyncflow.reshard.rollout_layout import RolloutParallel, rollout_layout
+from mindspeed_asyncflow.reshard.rollout_layout import rollout_layout
 from mindspeed_asyncflow.reshard.topology import Topology
-from mindspeed_asyncflow.reshard.train_layout import TrainParallel, train_layout
+from mindspeed_asyncflow.reshard.train_layout import train_layout
 from tests.reshard.models import DEEPSEEK, DEEPSEEK_R1, FAMILIES, QWEN2, QWEN2_TIED, QWEN3_MOE
 
 NOTHING = -1

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
+from mindspeed_asyncflow.config.model import FullTensor, describe
+from mindspeed_asyncflow.config.parallel import TrainParallel
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape
-from mindspeed_asyncflow.reshard.layout import FullTensor, Layout, LocalParam, Segment
-from mindspeed_asyncflow.reshard.model import describe
+from mindspeed_asyncflow.reshard.layout import Layout, LocalParam, Segment
 from mindspeed_asyncflow.reshard.relay_plan import write_plan
-from mindspeed_asyncflow.reshard.train_layout import TrainParallel, train_layout
+from mindspeed_asyncflow.reshard.train_layout import train_layout
 
 DENSE = dict(
     model_type="qwen2",

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_asyncflow.config.model import describe
+from mindspeed_asyncflow.config.parallel import RolloutParallel
 from mindspeed_asyncflow.errors import ConfigError
-from mindspeed_asyncflow.reshard.model import describe
-from mindspeed_asyncflow.reshard.rollout_layout import RolloutParallel, rollout_layout
+from mindspeed_asyncflow.reshard.rollout_layout import rollout_layout
 from tests.reshard.models import DEEPSEEK, FAMILIES, QWEN2, QWEN2_FEW_KV, QWEN2_TIED, QWEN3_MOE
 
 

@@ -3,9 +3,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mindspeed_asyncflow.config.model import describe
+from mindspeed_asyncflow.config.parallel import TrainParallel
 from mindspeed_asyncflow.errors import ConfigError
-from mindspeed_asyncflow.reshard.model import describe
-from mindspeed_asyncflow.reshard.train_layout import TrainParallel, train_layout
+from mindspeed_asyncflow.reshard.train_layout import train_layout
 from tests.reshard.models import DEEPSEEK_R1, FAMILIES, QWEN2, QWEN2_FEW_KV, QWEN2_TIED, QWEN3_MOE
 
 PREFIX = "model.layers.0."

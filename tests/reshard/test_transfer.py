@@ -8,9 +8,10 @@ import torch
 
 import mindspeed_asyncflow.reshard.messages as messages_module
 import mindspeed_asyncflow.reshard.transfer as transfer_module
+from mindspeed_asyncflow.config.model import FullTensor
 from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
 from mindspeed_asyncflow.reshard.boxes import Box
-from mindspeed_asyncflow.reshard.layout import FullTensor, Layout, LocalParam, Segment
+from mindspeed_asyncflow.reshard.layout import Layout, LocalParam, Segment
 from mindspeed_asyncflow.reshard.places import Piece, Places, one_run
 from mindspeed_asyncflow.reshard.plan import make_plan
 from mindspeed_asyncflow.reshard.transfer import run

@@ -7,27 +7,18 @@ from typing import Any
 
 import torch
 
+from mindspeed_asyncflow.config.model import describe
+from mindspeed_asyncflow.config.parallel import TrainParallel
 from mindspeed_asyncflow.config.schema import TrainerConfig
 from mindspeed_asyncflow.engines.megatron.export import held_weights
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.reshard.layout import Layout
-from mindspeed_asyncflow.reshard.model import describe
-from mindspeed_asyncflow.reshard.train_layout import TrainParallel, train_layout
+from mindspeed_asyncflow.reshard.train_layout import train_layout
 
 
 def trainer_layout(model: Mapping[str, Any], trainer: TrainerConfig) -> Layout:
     """Which part of which weight of `model` (a Hugging Face config.json) each trainer rank holds."""
-    parallel = TrainParallel(
-        tensor=trainer.tensor_parallel,
-        pipeline=trainer.pipeline_parallel,
-        virtual=trainer.virtual_pipeline or 1,
-        expert=trainer.expert_parallel,
-        context=trainer.context_parallel,
-        data=trainer.data_parallel,
-        pipeline_layers=None if trainer.pipeline_layers is None else tuple(trainer.pipeline_layers),
-        vocab_multiple=trainer.tensor_parallel,
-    )
-    return train_layout(describe(model), parallel)
+    return train_layout(describe(model), TrainParallel.of(trainer))
 
 
 def named_shards(bridge: Any, chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
