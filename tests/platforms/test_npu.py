@@ -1,5 +1,6 @@
 """Our calls to torch_npu and MindSpeed, against strict stand-ins. This checks the calls, not the hardware."""
 
+import contextlib
 import sys
 import types
 
@@ -78,6 +79,39 @@ def test_device_uses_the_one_mapping(loaded, monkeypatch):
     monkeypatch.setattr(torch, "device", lambda *a: a)
     assert npu.NpuPlatform().device(physical_id=5) == ("npu", 1)
     assert loaded["set_device"] == [1]
+
+
+def test_memory_calls_reach_the_device(loaded, monkeypatch):
+    """A side stream belongs to the caller's device although a new thread starts on device 0, and can be waited for."""
+    events = []
+
+    class Stream:
+        def synchronize(self):
+            events.append("waited")
+
+    @contextlib.contextmanager
+    def stream(side):
+        assert isinstance(side, Stream)
+        events.append("inside")
+        yield
+        events.append("outside")
+
+    torch.npu.Stream, torch.npu.stream = Stream, stream
+    torch.npu.empty_cache = lambda: events.append("emptied")
+    real = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **k: events.append(pin_memory) or real(*a, **k))
+    platform = npu.NpuPlatform()
+    with platform.side_stream("npu:1") as finish:
+        finish()
+    platform.free_unused()
+    assert platform.pinned(5).shape == (5,)
+    assert loaded["set_device"] == ["npu:1"]
+    assert events == ["inside", "waited", "outside", "emptied", True]
+    storage = torch.zeros(4).untyped_storage()
+    platform.release_storage(storage)
+    assert storage.nbytes() == 0
+    platform.restore_storage(storage, 16)
+    assert storage.nbytes() == 16
 
 
 class StrictOps:
