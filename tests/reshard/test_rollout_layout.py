@@ -54,10 +54,10 @@ def test_without_expert_parallel_their_width_is_cut_over_all_ranks_of_a_replica(
 @pytest.mark.parametrize(
     ("config", "parallel", "says"),
     [
-        (QWEN2, RolloutParallel(tensor=3), "tensor parallel=3.*2 or 4"),
-        (QWEN2 | dict(num_attention_heads=12), RolloutParallel(tensor=6), "4 key/value.*4 or 12"),
-        (QWEN2, RolloutParallel(data=2, expert=True), "no experts"),
-        (QWEN3_MOE, RolloutParallel(data=3), "3 does not divide the width of an expert.*2 or 4"),
+        (QWEN2, RolloutParallel(tensor=3), "tensor_parallel=3.*2 or 4"),
+        (QWEN2 | dict(num_attention_heads=12), RolloutParallel(tensor=6), r"key/value heads \(4\).*4 or 12"),
+        (QWEN2, RolloutParallel(data=2, expert=True), "the model has none"),
+        (QWEN3_MOE, RolloutParallel(data=3), r"3 does not divide the model's expert width.*2 or 4"),
         (QWEN3_MOE, RolloutParallel(tensor=2, data=8, expert=True), "16 is more than the 8 experts"),
     ],
 )
