@@ -29,7 +29,9 @@ BUCKET_BYTES = 2048
 class Device:
     """Both engines of one rank."""
 
-    def __init__(self, world: World, case: Case, train: torch.dtype, serve: torch.dtype) -> None:
+    def __init__(
+        self, world: World, case: Case, train: torch.dtype, serve: torch.dtype, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         self.rank, self.case, self.serve = world.rank, case, serve
         source, target = _layouts(case)
         self.memory, self.pool = DeviceMemory(CpuPlatform()), HostPool(CpuPlatform())
@@ -38,7 +40,7 @@ class Device:
         self.rollout = StandInRollout(self.memory, target, self.rank, serve)
         self.both = InPlace(
             self.trainer, self.rollout, target, rank=self.rank, memory=self.memory, pool=self.pool,
-            bucket_bytes=BUCKET_BYTES, group=world.group(case.ranks), timeout_s=20,
+            bucket_bytes=bucket_bytes, group=world.group(case.ranks), timeout_s=20,
         )  # fmt: skip
         self.train_type = train
 
@@ -69,7 +71,7 @@ def census(memory: DeviceMemory, exclude: list[torch.Tensor], expected: int) -> 
 
 
 def cycle(
-    world: World, case: Case, train: torch.dtype, serve: torch.dtype, times: int
+    world: World, case: Case, train: torch.dtype, serve: torch.dtype, times: int, bucket_bytes: int = BUCKET_BYTES
 ) -> list[tuple[ReshardReport, ReshardReport, int, int]]:
     """Reports of every turn and what the garbage collector finds on the device, while generating and while training;
     raises when a bit is wrong."""
@@ -79,7 +81,7 @@ def cycle(
     full_tensors(case.model)
     world.group(case.ranks)
     empty = DeviceMemory(CpuPlatform()).census()  # nothing of the device
-    device = Device(world, case, train, serve)
+    device = Device(world, case, train, serve, bucket_bytes)
     before = device.state()
     found = []
     for turn in range(times):
