@@ -16,7 +16,7 @@ import numpy as np
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.records import ParamMeta, WeightManifest
 from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape, whole
-from mindspeed_asyncflow.reshard.fingerprint import checksum, fingerprint
+from mindspeed_asyncflow.reshard.fingerprint import checksum, checksums, fingerprint
 from mindspeed_asyncflow.reshard.relay_file import NOBODY, RelayFile
 from mindspeed_asyncflow.reshard.relay_table import RelayTable, make_table
 
@@ -92,7 +92,7 @@ class RelayWriter:
     def _store(self, slot: int, shard: int, tensor: torch.Tensor) -> int:
         import torch
 
-        meta, param = self.table.shards[shard], self.table.param_of(shard)
+        meta, param = self.table.shards[shard], self.table.param_of[shard]
         box = Box(*meta.box)
         if not tensor.is_floating_point():
             raise WeightSyncError(
@@ -173,9 +173,9 @@ def assemble(version: int, table: RelayTable, path: str, parts: Iterable[Mapping
         raise WeightSyncError(f"version {version}: no writer published {table.describe(missing)}")
     if count > len(table.shards):
         raise WeightSyncError(f"version {version}: the writers published {count} shards, the table has fewer")
-    checksums = tuple(crc[i] for i in range(len(table.shards)))
-    combined = fingerprint(table.digest, np.array(checksums, np.uint32))
-    return WeightManifest(version, path, table.slot_bytes, table.params, checksums, combined)
+    sums = tuple(crc[i] for i in range(len(table.shards)))
+    combined = fingerprint(table.digest, np.array(sums, np.uint32))
+    return WeightManifest(version, path, table.slot_bytes, table.params, sums, combined)
 
 
 class RelayReader:
@@ -232,10 +232,10 @@ class RelayReader:
                 f"found {found} in {self.manifest.path}"
             )
         base = self._file.payload_at(self._slot)
-        shards = ((param, shard) for param in self.manifest.params for shard in param.shards)
-        for (param, shard), expected in zip(shards, self.manifest.checksums, strict=True):
-            start = base + shard.offset
-            if checksum(self._file.bytes[start : start + shard.nbytes].data) != expected:
+        shards = [(param, shard) for param in self.manifest.params for shard in param.shards]
+        stored = (self._file.bytes[base + s.offset : base + s.offset + s.nbytes] for _, s in shards)
+        for (param, shard), expected, summed in zip(shards, self.manifest.checksums, checksums(stored), strict=True):
+            if summed != expected:
                 self.check()
                 raise WeightSyncError(
                     f"weight version {self.manifest.version}: {param.name!r} box {shard.box} in {self.manifest.path} "

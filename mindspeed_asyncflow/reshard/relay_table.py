@@ -67,8 +67,10 @@ class RelayTable:
         pairs = ((param.name, Box(*shard.box)) for param in self.params for shard in param.shards)
         return {pair: i for i, pair in enumerate(pairs)}
 
-    def param_of(self, shard: int) -> ParamMeta:
-        return self.params[int(np.searchsorted(self.first_shard, shard, side="right")) - 1]
+    @cached_property
+    def param_of(self) -> tuple[ParamMeta, ...]:
+        """The tensor of every shard."""
+        return tuple(param for param in self.params for _ in param.shards)
 
     def shards_of(self, names: Iterable[str]) -> np.ndarray:
         """int64 numbers of all shards of these tensors, ascending. Raises `WeightSyncError` for unknown names."""
@@ -93,7 +95,7 @@ class RelayTable:
 
     def describe(self, shard: int) -> str:
         box = self.shards[shard].box
-        return f"{self.param_of(shard).name!r} rows {box[0]} to {box[1]}, columns {box[2]} to {box[3]}"
+        return f"{self.param_of[shard].name!r} rows {box[0]} to {box[1]}, columns {box[2]} to {box[3]}"
 
 
 @lru_cache(maxsize=4)

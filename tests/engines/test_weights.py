@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mindspeed_asyncflow.engines.hf_model import HostModel
 from mindspeed_asyncflow.engines.weights import read_folder
 from mindspeed_asyncflow.errors import DataError, EngineError, WeightSyncError
+from mindspeed_asyncflow.platforms.memory import DeviceMemory
 from mindspeed_asyncflow.records import ParamMeta, WeightManifest
+from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape
+from mindspeed_asyncflow.reshard.relay import RelayWriter, assemble
+from mindspeed_asyncflow.reshard.relay_table import make_table
+from tests.engines.bench import make_model
 
 
 def folder(path: Path, tied: bool) -> str:
@@ -61,3 +68,36 @@ def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
     with pytest.raises(DataError, match="save the model with safetensors"):
         read_folder(str(tmp_path))
+
+
+def test_an_engines_model_takes_a_version_whose_tensors_are_cut_both_ways(tmp_path: Path) -> None:
+    """Two trainer ranks: projections back into the residual stream cut along columns, all others along rows."""
+    relay = f"/dev/shm/asyncflow-test-{uuid.uuid4().hex}"
+    model = HostModel(make_model(tmp_path, "dense", 1), "float32", DeviceMemory())
+    shapes = model.weights.shapes
+    parts: dict[int, list[tuple[str, Box]]] = {0: [], 1: []}
+    for name, shape in shapes.items():
+        rows, cols = matrix_shape(shape)
+        for rank in (0, 1):
+            r0, r1, c0, c1 = rank * (rows // 2), rows if rank else rows // 2, 0, cols
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                r0, r1, c0, c1 = 0, rows, rank * (cols // 2), cols if rank else cols // 2
+            parts[rank].append((name, Box(r0, r1, c0, c1)))
+    table = make_table(shapes, "float32", parts)
+    new = {name: torch.randn(shape) for name, shape in shapes.items()}
+    with RelayWriter(relay, table, 0, (0, 1)) as zero, RelayWriter(relay, table, 1, (0, 1)) as one:
+        written = [
+            writer.publish(
+                1,
+                [
+                    (name, box, new[name].reshape(matrix_shape(shapes[name]))[box.r0 : box.r1, box.c0 : box.c1])
+                    for name, box in parts[writer.rank]
+                ],
+            )
+            for writer in (zero, one)
+        ]
+        manifest = assemble(1, table, relay, written)
+        model.weights.check(manifest)
+        assert model.load(manifest) == manifest.fingerprint
+    held = dict(model._model.named_parameters())
+    assert all(torch.equal(held[name], tensor) for name, tensor in new.items())
