@@ -90,7 +90,7 @@ class EngineCaps:
     name: str
     pause_modes: tuple[str, ...]  # of abort | wait | keep
     sleep_levels: tuple[int, ...]
-    transports: tuple[str, ...]  # of relay | disk
+    transports: tuple[str, ...]  # of relay | in_place (generation_buffers, loaded)
     expert_parallel: bool
     notes: str = ""
 

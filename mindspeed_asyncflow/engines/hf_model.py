@@ -35,13 +35,13 @@ class HostModel:
         self._swap = HostSwap(memory, HostPool(memory.platform))
         self._parameters: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
         weights = {id(t): t for t in self._parameters.values()}
-        self._weights = list(weights.values())
-        self._constants = [b for b in self._model.buffers() if id(b) not in weights]  # rotary frequencies
+        self._weights = [t for t in weights.values() if t.numel()]
+        constants = [b for b in self._model.buffers() if id(b) not in weights]
+        self._constants = [b for b in constants if b.numel()]  # rotary frequencies
         for tensor in [*self._weights, *self._constants]:
             # Not as loaded: those storages may map the file, or be shared.
             place = memory.tensor(GENERATION_WEIGHTS, tensor.shape, tensor.dtype)
             tensor.data = place.copy_(tensor)
-        self._dropped: list[int] = []  # storage bytes of `_weights` while they are gone
 
     def new_cache(self) -> Any:
         from transformers import DynamicCache
@@ -78,6 +78,8 @@ class HostModel:
     @torch.no_grad()
     def load(self, manifest: WeightManifest) -> str:
         """Copy one relay version over the weights and return its fingerprint. Raises `WeightSyncError`."""
+        if any(t.untyped_storage().nbytes() == 0 for t in self._weights):
+            raise WeightSyncError("the weights have no memory to be loaded into; restart the engine")
         reader = RelayReader(manifest)
         fingerprint = reader.verify()
         for name, tensor in reader:
@@ -106,14 +108,16 @@ class HostModel:
             self._swap.out({GENERATION_WEIGHTS: [*self._weights, *self._constants]})
         else:
             self._swap.out({GENERATION_WEIGHTS: self._constants})
-            self._dropped = [self._memory.release(t) for t in self._weights]
+            for tensor in self._weights:
+                self._memory.release(tensor)
 
     def wake(self) -> None:
         """Device memory as before; contents of weights that were not kept are undefined."""
         self._swap.back()
-        dropped, self._dropped = self._dropped, []
-        for tensor, nbytes in zip(self._weights, dropped, strict=bool(dropped)):
-            self._memory.restore(tensor, nbytes)
+        with self._memory.one_change():
+            for tensor in self._weights:
+                if tensor.untyped_storage().nbytes() == 0:
+                    self._memory.restore(tensor, tensor.numel() * tensor.element_size())
 
     def device_bytes(self) -> int:
         """Bytes of weights and caches in the device memory that this model lives in."""

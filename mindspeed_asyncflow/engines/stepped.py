@@ -355,6 +355,7 @@ class SteppedEngine:
             self._backend.sleep(level)
         except Exception as error:  # boundary: weights that are partly gone must never serve
             self._life.sleep_failed()
+            self._backend.wake()
             raise EngineError(f"{self._name}: sleep({level}) failed ({error}); the engine is DIRTY") from error
 
     def _wake(self) -> None:

@@ -1,7 +1,7 @@
 """Train state leaves the device and comes back: storages are copied to host buffers and really freed.
 
     start_out --> copies and frees in a thread of its own, kind by kind --> wait (frees the held kinds)
-    start_back --> allocates and copies back                            --> wait
+    start_back (allocates) --> copies back in a thread of its own      --> wait
 
 Work is done per storage, so views (parameters inside a flat buffer, optimizer shards) follow it unseen. Gradients are
 freed without a copy and come back as zeros; everything else comes back bit for bit.
@@ -64,6 +64,7 @@ class HostSwap:
         self._hold: frozenset[str] = frozenset()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._problems: list[PlatformError] = []
         self._report = SwapReport(0, 0, 0.0)
 
     @property
@@ -84,6 +85,7 @@ class HostSwap:
         `wait`, because somebody still reads them; nobody may write any of them from here on. A storage named under two
         kinds belongs to the first. Raises `PlatformError`, with nothing changed, for storages that cannot be freed.
         """
+        self._require_idle()
         if self._blocks:
             raise PlatformError("swap: the last set is still out; bring it back first")
         blocks: dict[int, _Block] = {}
@@ -103,7 +105,12 @@ class HostSwap:
         self._start("out", self._move_out)
 
     def start_back(self) -> None:
-        """Begin to bring everything back that is out. Problems with one storage do not keep the others away."""
+        """Give all storages their bytes and begin to copy back. Problems with one do not keep the others away.
+
+        The bytes are allocated in the caller's thread, hence in the stream where they are used.
+        """
+        self._require_idle()
+        self._problems = self._restore()
         self._start("back", self._move_back)
 
     def wait(self, timeout_s: float = 600.0) -> SwapReport:
@@ -117,10 +124,11 @@ class HostSwap:
         error, self._error = self._error, None
         if error is not None:
             raise error
-        for block in self._blocks:
-            if not block.out:
-                self._free(block)
-        self._memory.platform.free_unused()
+        if self._blocks:
+            for block in self._blocks:
+                if not block.out:
+                    self._free(block)
+            self._memory.platform.free_unused()
         return self._report
 
     def out(
@@ -135,9 +143,11 @@ class HostSwap:
         self.start_back()
         return self.wait()
 
-    def _start(self, name: str, work: Callable[[Callable[[], None]], tuple[int, int]]) -> None:
+    def _require_idle(self) -> None:
         if self._thread is not None:
             raise PlatformError(f"swap: {self._thread.name} is not waited for yet")
+
+    def _start(self, name: str, work: Callable[[Callable[[], None]], tuple[int, int]]) -> None:
         platform = self._memory.platform
         device = platform.device()
         platform.synchronize()  # what the device has been told so far is done before another stream copies
@@ -171,16 +181,21 @@ class HostSwap:
         self._memory.release(block.bytes_on_device(block.nbytes))
         block.out = True
 
-    def _move_back(self, finish: Callable[[], None]) -> tuple[int, int]:
-        copied, moved, problems = 0, 0, []
+    def _restore(self) -> list[PlatformError]:
+        """Bytes for all storages that are out; returns what went wrong with single ones."""
+        problems = []
         with self._memory.one_change():
             for block in self._blocks:
                 try:
                     if block.out:
                         self._memory.restore(block.bytes_on_device(0), block.nbytes)
                         block.out, block.empty = False, True
-                except PlatformError as error:  # boundary: the other storages come back first
+                except PlatformError as error:  # boundary: `wait` raises it when the others are back
                     problems.append(error)
+        return problems
+
+    def _move_back(self, finish: Callable[[], None]) -> tuple[int, int]:
+        copied, moved = 0, 0
         while self._blocks:  # what an unforeseen error leaves here can be brought back by another call
             block = self._blocks[0]
             if block.empty:
@@ -191,8 +206,8 @@ class HostSwap:
             if block.host is not None:
                 self._pool.give(block.host)
             del self._blocks[0]
-        if problems:
-            raise problems[0]
+        if self._problems:
+            raise self._problems[0]
         return copied, moved
 
     def _fill(self, block: _Block) -> None:

@@ -257,6 +257,17 @@ def test_a_fill_overtakes_a_pause_that_waits(arena: Arena) -> None:
     assert len(list(stream)) == 1
 
 
+def test_weights_without_memory_are_never_loaded_into(house: House) -> None:
+    """Writing into a released storage would end the process."""
+    bench = house.bench("reference", "dense")
+    manifest, model = bench.publish("b"), bench.engine._backend._model
+    model.sleep(keep_weights=False)
+    with pytest.raises(WeightSyncError, match="no memory to be loaded into"):
+        bench.engine.update(manifest)
+    model.wake()
+    bench.serve("b")
+
+
 def test_a_sleep_that_fails_half_way_leaves_dirty(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     real, count = arena.memory.release, 0
 
@@ -274,6 +285,9 @@ def test_a_sleep_that_fails_half_way_leaves_dirty(arena: Arena, monkeypatch: pyt
     monkeypatch.undo()
     with pytest.raises(EngineError, match="DIRTY"):
         arena.engine.resume()
+    arena.fill("b", 1)
+    arena.engine.resume()
+    assert np.abs(np.float32(arena.score()) - arena.policies["b"].logprobs(*PAIR)).max() < TOLERANCE
 
 
 def test_vllm_on_a_cpu_frees_nothing_and_says_how_much(house: House, kind: str) -> None:

@@ -191,6 +191,29 @@ def test_a_swap_that_breaks_off_gives_everything_back(
     assert torch.equal(state.grad, grad)  # had not left yet
 
 
+def test_a_return_that_finds_no_memory_can_be_tried_again(
+    memory: DeviceMemory, swap: HostSwap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = State()
+    before = state.copies()
+    swap.out(state.by_kind())
+    real, count = memory.restore, 0
+
+    def full(tensor: torch.Tensor, nbytes: int) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise RuntimeError("out of memory")
+        real(tensor, nbytes)
+
+    monkeypatch.setattr(memory, "restore", full)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        swap.back()
+    assert swap.is_out
+    swap.back()
+    assert all(torch.equal(a, b) for a, b in zip(before, state.copies(), strict=True))
+
+
 def test_what_cannot_be_swapped_is_refused_before_anything_moves(memory: DeviceMemory, swap: HostSwap) -> None:
     weight, mapped, gone = torch.ones(10), torch.from_numpy(np.zeros(4)), torch.ones(3)
     with pytest.raises(PlatformError, match=r"32 bytes \(optimizer\) cannot be freed"):
