@@ -27,7 +27,7 @@ class SwapReport:
 
     copied_bytes: int  # over the link between host and device
     moved_bytes: int  # that left the device or came back, zeroed kinds included
-    seconds: float  # from start to the end of the copies
+    seconds: float  # from the call that started it to the end of the copies
 
 
 @dataclass(slots=True)
@@ -88,6 +88,7 @@ class HostSwap:
         self._require_idle()
         if self._blocks:
             raise PlatformError("swap: the last set is still out; bring it back first")
+        began = time.monotonic()
         blocks: dict[int, _Block] = {}
         for kind, members in tensors.items():
             own = [t for t in members if t.untyped_storage()._cdata not in blocks]
@@ -102,7 +103,7 @@ class HostSwap:
             if block.nbytes == 0:
                 raise PlatformError(f"swap: a storage ({block.kind}) is empty already")
         self._blocks, self._hold = list(blocks.values()), frozenset(hold)
-        self._start("out", self._move_out)
+        self._start("out", self._move_out, began)
 
     def start_back(self) -> None:
         """Give all storages their bytes and begin to copy back. Problems with one do not keep the others away.
@@ -110,8 +111,9 @@ class HostSwap:
         The bytes are allocated in the caller's thread, hence in the stream where they are used.
         """
         self._require_idle()
+        began = time.monotonic()
         self._problems = self._restore()
-        self._start("back", self._move_back)
+        self._start("back", self._move_back, began)
 
     def wait(self, timeout_s: float = 600.0) -> SwapReport:
         """End what was started. Raises what went wrong; `back` is possible then, and restores what had left."""
@@ -147,17 +149,16 @@ class HostSwap:
         if self._thread is not None:
             raise PlatformError(f"swap: {self._thread.name} is not waited for yet")
 
-    def _start(self, name: str, work: Callable[[Callable[[], None]], tuple[int, int]]) -> None:
+    def _start(self, name: str, work: Callable[[Callable[[], None]], tuple[int, int]], began: float) -> None:
         platform = self._memory.platform
         device = platform.device()
         platform.synchronize()  # what the device has been told so far is done before another stream copies
-        begin = time.monotonic()
 
         def run() -> None:
             try:
                 with platform.side_stream(device) as finish:
                     copied, moved = work(finish)
-                self._report = SwapReport(copied, moved, time.monotonic() - begin)
+                self._report = SwapReport(copied, moved, time.monotonic() - began)
             except BaseException as error:  # boundary: `wait` raises it
                 self._error = error
 
