@@ -33,7 +33,7 @@ from mindspeed_asyncflow.engines.megatron.export import export_tensors, held_wei
 from mindspeed_asyncflow.engines.megatron.feed import RankBatch, make_rank_batches
 from mindspeed_asyncflow.engines.megatron.optim import GradientStep, make_optimizer, wrap_data_parallel
 from mindspeed_asyncflow.engines.megatron.shards import check_shards, named_shards, trainer_layout
-from mindspeed_asyncflow.engines.megatron.state import state_by_kind
+from mindspeed_asyncflow.engines.megatron.state import Leftovers, state_by_kind
 from mindspeed_asyncflow.platforms.ports import HeldPort
 from mindspeed_asyncflow.records import MicroBatch, OptimReport
 
@@ -110,6 +110,7 @@ class MegatronTrainEngine:
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
         self.inv_freq = self.chunks[0].rotary_pos_emb.inv_freq.to(self.device)
         self._cp_group = parallel_state.get_context_parallel_group()
+        self._leftovers = Leftovers(self.chunks)
         self.step.clear()
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -175,8 +176,7 @@ class MegatronTrainEngine:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-        # megatron keeps the gathered activations of sequence parallelism here; nothing of a step shall stay behind it
-        parallel_state.get_global_memory_buffer().buffer.clear()
+        self._leftovers.drop()
         return outputs
 
     def _forward_step(self, loss: Callable[..., Any], batches: Iterator[RankBatch], model: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""What a trainer rank keeps on its device between steps, by kind."""
+"""What a trainer rank keeps on its device between steps, by kind; and what it shall not keep."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from mindspeed_asyncflow.engines.megatron.optim import GradientStep
 
@@ -54,3 +55,30 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
             for param in group["params"]:
                 yield param.data
                 yield from (value for value in part.optimizer.state.get(param, {}).values() if torch.is_tensor(value))
+
+
+class Leftovers:
+    """Activations that megatron still refers to when a schedule has ended.
+
+    These are the gathered tokens of sequence parallelism, the input of each pipeline stage, and the routing of each MoE
+    layer: tokens x experts numbers, whose autograd graph besides keeps the model alive when the engine is gone.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Before the first forward: what dispatchers hold now they hold for good."""
+        self._chunks = chunks
+        found = [getattr(module, "token_dispatcher", None) for chunk in chunks for module in chunk.modules()]
+        self._dispatchers = [(d, frozenset(_tensor_names(d))) for d in found if d is not None]
+
+    def drop(self) -> None:
+        parallel_state.get_global_memory_buffer().buffer.clear()
+        for chunk in self._chunks:
+            chunk.set_input_tensor(None)  # type: ignore[operator]
+        for dispatcher, constant in self._dispatchers:
+            for name in _tensor_names(dispatcher):
+                if name not in constant:
+                    setattr(dispatcher, name, None)
+
+
+def _tensor_names(owner: Any) -> list[str]:
+    return [name for name, value in vars(owner).items() if torch.is_tensor(value)]

@@ -8,19 +8,17 @@ from typing import Any
 import torch
 from rank_cases import engine, share
 
-KINDS = ("train weights", "gradients", "optimizer")
-
 
 @contextlib.contextmanager
-def on_host(state: dict[str, list[torch.Tensor]]) -> Iterator[int]:
-    """Empty every storage of `state` inside the block; yields the bytes of the host copies. Gradients return as 0."""
+def on_host(state: dict[str, list[torch.Tensor]]) -> Iterator[None]:
+    """Empty every storage of `state` inside the block. Gradients return as 0."""
     storages = {kind: [t.untyped_storage() for t in tensors] for kind, tensors in state.items()}
     copies = {kind: [s.clone() for s in found] for kind, found in storages.items() if kind != "gradients"}
     sizes = {kind: [s.nbytes() for s in found] for kind, found in storages.items()}
     for found in storages.values():
         for storage in found:
             storage.resize_(0)
-    yield sum(sum(found) for kind, found in sizes.items() if kind in copies)
+    yield
     for kind, found in storages.items():
         for i, storage in enumerate(found):
             storage.resize_(sizes[kind][i])
@@ -35,8 +33,12 @@ def live_bytes() -> int:
     return sum(s.nbytes() for s in storages.values())
 
 
-def contents(state: dict[str, list[torch.Tensor]]) -> dict[str, list[bytes]]:
-    return {kind: [bytes(t.untyped_storage().tolist()) for t in tensors] for kind, tensors in state.items()}
+def contents(state: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """uint8, a copy of all bytes of each kind."""
+    return {
+        kind: torch.cat([torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage().clone()) for t in tensors])
+        for kind, tensors in state.items()
+    }
 
 
 def out_and_back(rank: int, folder: str, sizes: dict, samples: list, dtype: str) -> dict[str, Any]:
@@ -54,16 +56,19 @@ def out_and_back(rank: int, folder: str, sizes: dict, samples: list, dtype: str)
             found["bytes"] = {kind: sum(t.untyped_storage().nbytes() for t in state[kind]) for kind in state}
             if swap:
                 before = contents(state)
+                copies = sum(t.numel() for t in before.values())
                 with on_host(state):
                     shards = made.shards()
-                    found["left"] = live_bytes() - before_engine
+                    found["left"] = live_bytes() - before_engine - copies
                     found["empty"] = all(t.untyped_storage().nbytes() == 0 for t in shards.values())
                 after = contents(state)
-                found["identical"] = all(before[kind] == after[kind] for kind in ("train weights", "optimizer"))
-                found["no gradients"] = all(not any(data) for data in after["gradients"])
+                found["identical"] = all(torch.equal(before[k], after[k]) for k in ("train weights", "optimizer"))
+                found["no gradients"] = not after["gradients"].any()
+                del before, after
             found["steps"] += [step(made), step(made)]
             found["parameters"] = sum(t.numel() for t in made.shards().values())
-            found["weights"] = {name: t.float().numpy() for name, t in made.export_weights()}
+            found["weights"] = {name: t.float().numpy().copy() for name, t in made.export_weights()}
         return found
 
-    return {"swapped": run(True), "plain": run(False)}
+    at_first = live_bytes()
+    return {"swapped": run(True), "plain": run(False), "kept": live_bytes() - at_first}

@@ -45,6 +45,7 @@ def test_training_continues_bit_identically_after_a_swap(groups, folders, kind, 
         swapped, plain = r["swapped"], r["plain"]
         assert swapped["empty"], "shards are views of the storages that were emptied"
         assert swapped["left"] < 32768, "beside the train state an engine keeps nothing of weight"
+        assert r["kept"] < 32768, "an engine that was closed is gone"
         assert swapped["identical"] and swapped["no gradients"]
         assert swapped["steps"] == plain["steps"]
         for name, weight in plain["weights"].items():
