@@ -71,8 +71,13 @@ class RelayFile:
         self.present = [c[4 * shards :] for c in checks]
 
     @classmethod
-    def join(cls, path: str, table: RelayTable, writers: Sequence[int], keep: int) -> RelayFile:
-        """Make the file, or enter the one that others made. Raises `WeightSyncError` if theirs is a different one."""
+    def join(
+        cls, path: str, table: RelayTable, writers: Sequence[int], keep: int, go_on: bool = False
+    ) -> RelayFile:  # fmt: skip
+        """Make the file, or enter the one that others use. Raises `WeightSyncError` if theirs is a different one.
+
+        What a run that died has left is made anew; `go_on`: taken over where it has the same layout.
+        """
         if keep < 2:
             raise WeightSyncError(f"a relay needs at least 2 slots (one is read while one is written), got keep={keep}")
         made = None
@@ -81,23 +86,34 @@ class RelayFile:
             try:
                 with _locked(fd, _CHANGE, path):
                     if os.fstat(fd).st_nlink:  # else its last user removed it between our two steps
-                        made = cls._enter(path, fd, table, tuple(writers), keep)
+                        made = cls._enter(path, fd, table, tuple(writers), keep, go_on)
             finally:
                 if made is None:
                     os.close(fd)
         return made
 
     @classmethod
-    def _enter(cls, path: str, fd: int, table: RelayTable, writers: tuple[int, ...], keep: int) -> RelayFile:
-        fresh = not os.fstat(fd).st_size
-        if not fresh:
+    def _enter(
+        cls, path: str, fd: int, table: RelayTable, writers: tuple[int, ...], keep: int, go_on: bool
+    ) -> RelayFile | None:  # fmt: skip
+        """The file of `fd`; None if a dead run had left it: then it is removed, and readers keep what they mapped."""
+        alone = _lock(fd, _IN_USE, fcntl.F_WRLCK)
+        begun = os.pread(fd, len(_MAGIC), 0)
+        if begun.strip(b"\0"):
             theirs, their_writers, their_keep = _read_head(fd, path)
-            if (theirs.digest, their_writers, their_keep) != (table.digest, writers, keep):
+            same = (theirs.digest, their_writers, their_keep) == (table.digest, writers, keep)
+            if not same and not alone:
                 raise WeightSyncError(f"{path} is the relay of another layout; end what uses it first")
+            left = alone and not (same and go_on)
+        else:
+            left = bool(begun)  # its maker died before it had a head
+        if left:
+            os.unlink(path)
+            return None
         try:
             file = cls(path, fd, table, writers, keep, shared=True)
         except BaseException:
-            if fresh:
+            if not begun:
                 os.unlink(path)
             raise
         _lock(fd, _IN_USE, fcntl.F_RDLCK)

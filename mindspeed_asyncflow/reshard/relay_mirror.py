@@ -102,11 +102,8 @@ class RelayMirror:
     def _open(self, peer: Peer) -> RelayFile:
         with self._opening:
             if self._file is None:
-                try:
-                    table = RelayFile.look(self.path).table
-                except WeightSyncError:  # nobody of this node has pulled yet
-                    table = table_from_text(peer.insist(ask_table))
-                self._file = RelayFile.join(self.path, table, (0,), self.keep)
+                table = table_from_text(peer.insist(ask_table))
+                self._file = RelayFile.join(self.path, table, (0,), self.keep, go_on=True)
             return self._file
 
     def _fetch(

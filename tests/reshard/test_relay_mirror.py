@@ -104,9 +104,10 @@ def test_replicas_that_ask_together_and_later_bring_each_shard_over_once(nodes: 
     before = server.sent_bytes
     late = nodes.mirror()
     assert same(late.pull(nodes.manifest, server.address, 10.0), 1)
-    assert server.sent_bytes == before and late.report.full_bytes == 0
+    assert server.sent_bytes - before < 500 and late.report.full_bytes == 0  # asks for the table only
 
 
+@pytest.mark.slow
 def test_two_processes_bring_each_shard_over_once(nodes: Nodes) -> None:
     code = (
         "import sys; from mindspeed_asyncflow.reshard.relay import RelayReader, manifest_from_json\n"
@@ -217,6 +218,7 @@ def test_a_server_that_comes_back_is_found_again_and_one_that_does_not_ends_the_
     assert time.monotonic() - began < 2.0
 
 
+@pytest.mark.slow
 def test_a_pull_of_a_process_that_was_killed_is_finished_by_the_next(nodes: Nodes) -> None:
     code = (
         "import sys; from mindspeed_asyncflow.reshard.relay_mirror import RelayMirror\n"
