@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mindspeed_asyncflow.errors import ConfigError, WeightSyncError
 from mindspeed_asyncflow.reshard.boxes import matrix_shape
+from mindspeed_asyncflow.reshard.dtypes import agree_on_dtypes
 from mindspeed_asyncflow.reshard.layout import Layout
 from mindspeed_asyncflow.reshard.plan import make_plan
 from mindspeed_asyncflow.reshard.topology import Topology
@@ -94,10 +95,11 @@ class ReshardReport:
 
 
 class InPlace:
-    """The two engines of one device and the plan between their layouts. All ranks call every method together.
+    """The two engines of one device and the plan between their layouts.
 
-    `rank` of this process in `group` (None: all ranks) is its rank in both layouts. Raises `ConfigError` when the
-    layouts are not of one size, `WeightSyncError` when the rollout engine wants other weights than its layout says.
+    All ranks make one together and call every method together. `rank` of this process in `group` (None: all ranks) is
+    its rank in both layouts. Raises `ConfigError` when the layouts are not of one size, `WeightSyncError` on all ranks
+    when the rollout engine of one wants other weights than its layout says.
     """
 
     def __init__(
@@ -123,9 +125,19 @@ class InPlace:
             )
         self._train, self._rollout, self._target = train, rollout, rollout_layout
         self._rank, self._memory, self._group, self._timeout_s = rank, memory, group, timeout_s
-        self._dtype = _check_wanted(rollout.weights_wanted(), rollout_layout, rank)
+        own: dict[str, torch.dtype] = {}
+        failed = None
+        try:
+            own = _check_wanted(rollout.weights_wanted(), rollout_layout, rank)
+        except WeightSyncError as error:  # the other ranks are told, then all raise
+            failed = error
+        self._agree(failed, "comparing its engine's weights with the layout")
+        self._dtype, self._other_dtypes = agree_on_dtypes(
+            own, rollout_layout.tensors, rank=rank, device=memory.platform.device(), group=group, timeout_s=timeout_s
+        )
+        largest = max(dtype.itemsize for dtype in (self._dtype, *self._other_dtypes.values()))
         self.plan = make_plan(
-            train.layout, rollout_layout, itemsize=self._dtype.itemsize, bucket_bytes=bucket_bytes, topology=topology,
+            train.layout, rollout_layout, itemsize=largest, bucket_bytes=bucket_bytes, topology=topology,
             across_stages=True,
         )  # fmt: skip
         self._state_swap, self._weight_swap = HostSwap(memory, pool), HostSwap(memory, pool)
@@ -182,10 +194,7 @@ class InPlace:
             buffers = self._rollout.generation_buffers()
         except Exception as error:  # boundary: the other ranks are told, then all raise
             failed = error
-        agree(
-            self._rank, failed, "making room for generation weights", device=self._memory.platform.device(),
-            group=self._group, timeout_s=self._timeout_s,
-        )  # fmt: skip
+        self._agree(failed, "making room for generation weights")
         clock.note("load")
         return copied, buffers
 
@@ -193,8 +202,12 @@ class InPlace:
         return run(
             self.plan, self._rank, self._train.shards(), buffers, source_layout=self._train.layout,
             target_layout=self._target, dtype=self._dtype, device=self._memory.platform.device(), group=self._group,
-            memory=self._memory, timeout_s=self._timeout_s,
+            memory=self._memory, timeout_s=self._timeout_s, other_dtypes=self._other_dtypes,
         )  # fmt: skip
+
+    def _agree(self, failed: Exception | None, what: str) -> None:
+        device = self._memory.platform.device()
+        agree(self._rank, failed, what, device=device, group=self._group, timeout_s=self._timeout_s)
 
     def _undo(self, error: Exception) -> None:
         if self._rollout.state == UPDATING:
@@ -249,8 +262,10 @@ def _storage_bytes(tensors: Any) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def _check_wanted(wanted: Sequence[tuple[str, str, tuple[int, ...]]], layout: Layout, rank: int) -> torch.dtype:
-    """The one type of all wanted weights. Raises `WeightSyncError` that names the first tensor which does not fit."""
+def _check_wanted(
+    wanted: Sequence[tuple[str, str, tuple[int, ...]]], layout: Layout, rank: int
+) -> dict[str, torch.dtype]:
+    """The type of each wanted weight. Raises `WeightSyncError` that names the first one which does not fit."""
     import torch
 
     ours = {param.name: tuple(param.shape) for param in layout.ranks[rank]}
@@ -265,7 +280,4 @@ def _check_wanted(wanted: Sequence[tuple[str, str, tuple[int, ...]]], layout: La
             raise WeightSyncError(
                 f"{where}: {name!r} has shape {theirs[name]} in its engine, {ours[name]} in the layout"
             )
-    types = {dtype: name for name, dtype, _ in wanted}
-    if len(types) != 1:
-        raise WeightSyncError(f"{where}: its engine wants weights of several types, {types}; only one can be filled")
-    return getattr(torch, next(iter(types)))
+    return {name: getattr(torch, dtype) for name, dtype, _ in wanted}

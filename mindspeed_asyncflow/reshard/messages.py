@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mindspeed_asyncflow.reshard.boxes import Box
 from mindspeed_asyncflow.reshard.places import Piece
@@ -15,38 +15,48 @@ if TYPE_CHECKING:
     from mindspeed_asyncflow.reshard.plan import Move
 
 
+class Packed(NamedTuple):
+    """A box in a message, row after row."""
+
+    box: Box
+    dtype: torch.dtype  # in which it travels: that of the target
+    pieces: list[Piece]  # views of local tensors: it is gathered from them, or written to them
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self.dtype.itemsize
+
+
 @dataclass(slots=True)
 class Message:
-    """All boxes that travel between this rank and one peer in one step."""
+    """All boxes that travel between this rank and one peer in one step, those of the largest elements first."""
 
     peer: int
     incoming: bool
-    boxes: list[tuple[Box, list[Piece]]]  # in the order in which they are packed
-    tensor: torch.Tensor | None = None  # flat, in the type of the target: staging, or the tensors themselves
-    direct: bool = False  # `tensor` is the tensors themselves
+    boxes: list[Packed]
+    data: torch.Tensor | None = None  # uint8 [nbytes]: staging, or the tensors themselves
+    direct: bool = False  # `data` is the tensors themselves
 
     @property
-    def elements(self) -> int:
-        return sum(box.size for box, _ in self.boxes)
+    def nbytes(self) -> int:
+        return sum(packed.nbytes for packed in self.boxes)
 
-    def raw(self) -> torch.Tensor:
-        """`tensor` as bytes."""
-        import torch
+    @property
+    def buffer(self) -> torch.Tensor:
+        assert self.data is not None, f"a message was started before it had a place: {self}"
+        return self.data
 
-        assert self.tensor is not None
-        return self.tensor.view(torch.uint8)
-
-    def said(self, nbytes: int) -> str:
-        return f"{nbytes} bytes {'from' if self.incoming else 'to'} rank {self.peer}"
+    def __str__(self) -> str:
+        return f"{self.nbytes} bytes {'from' if self.incoming else 'to'} rank {self.peer}"
 
     def parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(part of the message, view of a local tensor) of every piece."""
-        assert self.tensor is not None
         start = 0
-        for box, pieces in self.boxes:
-            matrix = self.tensor[start : start + box.size].view(box.rows, box.cols)
-            start += box.size
-            for piece in pieces:
+        for packed in self.boxes:
+            box = packed.box
+            matrix = self.buffer[start : start + packed.nbytes].view(packed.dtype).view(box.rows, box.cols)
+            start += packed.nbytes
+            for piece in packed.pieces:
                 part = piece.box.moved(-box.r0, -box.c0)
                 yield matrix[part.r0 : part.r1, part.c0 : part.c1], piece.view
 

@@ -96,8 +96,10 @@ class Places:
 
 
 def one_run(pieces: Sequence[Piece], dtype: torch.dtype) -> torch.Tensor | None:
-    """The pieces as one flat view [elements], if they follow each other in memory in row-major order and have `dtype`;
+    """The pieces as one view, uint8 [bytes], if they follow each other in memory in row-major order and have `dtype`;
     else None."""
+    import torch
+
     first = pieces[0].view
     storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
     for piece in pieces:
@@ -107,4 +109,4 @@ def one_run(pieces: Sequence[Piece], dtype: torch.dtype) -> torch.Tensor | None:
         if view.untyped_storage().data_ptr() != storage or view.storage_offset() != end:
             return None
         end += view.numel()
-    return first.as_strided((end - first.storage_offset(),), (1,))
+    return first.as_strided((end - first.storage_offset(),), (1,)).view(torch.uint8)

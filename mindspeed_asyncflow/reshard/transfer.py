@@ -2,7 +2,7 @@
 
     for each bucket, in the plan's order, the same on all ranks
       for each step of it
-        pack     boxes for one peer, row-major, in the plan's order, cast to the type of the target   (staging)
+        pack     boxes for one peer, row after row, cast to the type of the target   (staging)
         send / receive, all of the step at once
         copy     what stays on this rank, while messages travel                                     (no staging)
         unpack   boxes into the target                                                              (staging)
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
 from mindspeed_asyncflow.reshard.layout import Layout, LocalParam
-from mindspeed_asyncflow.reshard.messages import Copy, Message, ResolvedStep, by_peer, copy, pack, unpack
+from mindspeed_asyncflow.reshard.messages import Copy, Message, Packed, ResolvedStep, by_peer, copy, pack, unpack
 from mindspeed_asyncflow.reshard.places import Piece, Places, one_run
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ BUCKET = "bucket"  # kind of the staging buffer in the device accounting
 
 @dataclass(slots=True)
 class TransferReport:
-    """What one rank did. Bytes are elements times the itemsize of the target's type."""
+    """What one rank did. Bytes are elements times the itemsize of the tensor's type at the target."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -65,13 +65,15 @@ def run(
     group: Any = None,
     memory: DeviceMemory | None = None,
     timeout_s: float = 120.0,
+    other_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> TransferReport:
     """Fill `target` from the `source` tensors of all ranks. Collective over `group` (None: all ranks).
 
     `rank` is the plan's number of this process and its rank in `group`. `source` and `target` map the parameter names
     of the two layouts to local tensors; rank j of the target layout is rank `target_first` + j, and a rank without a
-    part in a layout hands over an empty mapping. `dtype` is what travels and what every target tensor has; sources of
-    another type are cast. Each wait lasts at most `timeout_s` seconds.
+    part in a layout hands over an empty mapping. `dtype` is what travels and what every target tensor has, but for the
+    full tensors in `other_dtypes`, which are the same on all ranks; sources of another type are cast. The plan's
+    itemsize is that of the largest type. Each wait lasts at most `timeout_s` seconds.
 
     Raises `WeightSyncError` on every rank if any rank failed, `DeadlineExceeded` when a peer did not answer; the target
     is then half filled.
@@ -79,7 +81,7 @@ def run(
     here, there = rank, rank - target_first
     mine = source_layout.ranks[here] if here < source_layout.world_size else ()
     wanted = target_layout.ranks[there] if 0 <= there < target_layout.world_size else ()
-    transfer = _Run(plan, rank, dtype, device, group, timeout_s)
+    transfer = _Run(plan, rank, dtype, other_dtypes or {}, device, group, timeout_s)
     return transfer.run((mine, source), (wanted, target), memory)
 
 
@@ -88,9 +90,11 @@ Side = tuple[Sequence[LocalParam], Mapping[str, "torch.Tensor"]]  # a rank's par
 
 class _Run:
     def __init__(
-        self, plan: Plan, rank: int, dtype: torch.dtype, device: torch.device, group: Any, timeout_s: float
-    ) -> None:
-        self._plan, self._rank, self._dtype, self._device = plan, rank, dtype, device
+        self, plan: Plan, rank: int, dtype: torch.dtype, other_dtypes: Mapping[str, torch.dtype], device: torch.device,
+        group: Any, timeout_s: float,
+    ) -> None:  # fmt: skip
+        self._plan, self._rank, self._device = plan, rank, device
+        self._dtype, self._other_dtypes = dtype, other_dtypes
         self._group, self._timeout_s = group, timeout_s
         self._failed: Exception | None = None  # the first failure of this rank's own part
         self._report = TransferReport()
@@ -100,7 +104,7 @@ class _Run:
         buckets: list[tuple[int, list[ResolvedStep]]] = []
         staging = None
         try:
-            self._check_dtypes(target[1])
+            self._check_dtypes(*target)
             places = (
                 Places(*source, f"rank {self._rank}, source"),
                 Places(*target, f"rank {self._rank}, target"),
@@ -126,14 +130,20 @@ class _Run:
 
     # ---- what has to be done -----------------------------------------------------------------------------------------
 
-    def _check_dtypes(self, target: Mapping[str, torch.Tensor]) -> None:
-        if self._dtype.itemsize != self._plan.itemsize:
-            raise WeightSyncError(
-                f"the plan counts {self._plan.itemsize} bytes an element, {self._dtype} has {self._dtype.itemsize}"
-            )
-        for name, tensor in target.items():
-            if tensor.dtype != self._dtype:
-                raise WeightSyncError(f"target {name!r} is {tensor.dtype}, but the peers expect {self._dtype}")
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return self._other_dtypes.get(name, self._dtype)
+
+    def _check_dtypes(self, params: Sequence[LocalParam], target: Mapping[str, torch.Tensor]) -> None:
+        for dtype in (self._dtype, *self._other_dtypes.values()):
+            if dtype.itemsize > self._plan.itemsize:
+                raise WeightSyncError(
+                    f"the plan counts {self._plan.itemsize} bytes an element, {dtype} has {dtype.itemsize}"
+                )
+        for param in params:
+            for segment in param.segments:
+                wanted, found = self._dtype_of(segment.name), target[param.name].dtype
+                if found != wanted:
+                    raise WeightSyncError(f"target {param.name!r} is {found}, but the peers send {wanted}")
 
     def _resolve(self, step: RankStep, source: Places, target: Places) -> ResolvedStep:
         def read(move: Move) -> list[Piece]:
@@ -143,17 +153,22 @@ class _Run:
                 raise WeightSyncError(f"rank {self._rank} should send {move.name!r}, {move.box}, and does not hold it")
             return found
 
+        def write(move: Move) -> list[Piece]:
+            return target.write(move.name, move.box)
+
         resolved = ResolvedStep()
-        for peer, moves in by_peer(step.sends):
-            resolved.messages.append(Message(peer, False, [(m.box, read(m)) for m in moves]))
-        for peer, moves in by_peer(step.receives):
-            resolved.messages.append(Message(peer, True, [(m.box, target.write(m.name, m.box)) for m in moves]))
+        for incoming, moves, place in ((False, step.sends, read), (True, step.receives, write)):
+            for peer, own in by_peer(moves):
+                boxes = [Packed(move.box, self._dtype_of(move.name), place(move)) for move in own]
+                boxes.sort(key=lambda packed: -packed.dtype.itemsize)  # so that each begins where its type may
+                resolved.messages.append(Message(peer, incoming, boxes))
         for move in step.copies:
-            resolved.copies.append(Copy(move.box, read(move), target.write(move.name, move.box)))
+            resolved.copies.append(Copy(move.box, read(move), write(move)))
         for message in resolved.messages:
-            if all(len(pieces) == 1 for _, pieces in message.boxes):
-                message.tensor = one_run([pieces[0] for _, pieces in message.boxes], self._dtype)
-                message.direct = message.tensor is not None
+            dtypes = {packed.dtype for packed in message.boxes}
+            if len(dtypes) == 1 and all(len(packed.pieces) == 1 for packed in message.boxes):
+                message.data = one_run([packed.pieces[0] for packed in message.boxes], dtypes.pop())
+                message.direct = message.data is not None
         return resolved
 
     def _staging(
@@ -165,20 +180,24 @@ class _Run:
         most = 0
         for index, steps in buckets:
             for step in steps:
-                payload = sum(m.elements * self._dtype.itemsize for m in step.messages if not m.direct)
-                if payload > self._plan.bucket_bytes:
+                needed = sum(self._room(m) for m in step.messages)
+                if needed > self._plan.bucket_bytes:
                     raise WeightSyncError(
-                        f"rank {self._rank}, bucket {index}: {payload} bytes to pack, but a bucket has "
+                        f"rank {self._rank}, bucket {index}: {needed} bytes to pack, but a bucket has "
                         f"{self._plan.bucket_bytes}"
                     )
-                most = max(most, payload)
+                most = max(most, needed)
         self._report.staging_bytes = most
         if not most:
             return None
         return memory.empty(BUCKET, most) if memory else torch.empty(most, dtype=torch.uint8, device=self._device)
 
-    def _nbytes(self, message: Message) -> int:
-        return message.elements * self._dtype.itemsize
+    def _room(self, message: Message) -> int:
+        """Bytes of staging, so many that the next message begins where any type may. As the plan counts smaller types
+        like the largest one, the rounding stays within its bucket."""
+        if message.direct:
+            return 0
+        return -(-message.nbytes // self._plan.itemsize) * self._plan.itemsize
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
@@ -187,33 +206,30 @@ class _Run:
         for message in step.messages:
             if not message.direct:
                 assert staging is not None
-                nbytes = self._nbytes(message)
-                message.tensor = staging[offset : offset + nbytes].view(self._dtype)
-                offset += nbytes
+                message.data = staging[offset : offset + message.nbytes]
+                offset += self._room(message)
         self._own_part(lambda: pack(step.messages))
         works = self._start(step.messages, where)
         self._own_part(lambda: copy(step.copies))
         self._wait_all(works, step.messages, where)
         self._own_part(lambda: unpack(step.messages))
         for message in step.messages:
-            nbytes = self._nbytes(message)
             if message.incoming:
-                self._report.received_bytes += nbytes
+                self._report.received_bytes += message.nbytes
             else:
-                self._report.sent_bytes += nbytes
-            self._report.direct_bytes += nbytes if message.direct else 0
-            message.tensor = None
+                self._report.sent_bytes += message.nbytes
+            self._report.direct_bytes += message.nbytes if message.direct else 0
+            message.data = None
         self._report.messages += len(step.messages)
-        self._report.copied_bytes += sum(c.box.size for c in step.copies) * self._dtype.itemsize
+        self._report.copied_bytes += sum(c.box.size * c.targets[0].view.dtype.itemsize for c in step.copies)
 
     def _start(self, messages: Sequence[Message], where: str) -> list[Any]:
         import torch.distributed as dist
 
         if not messages:
             return []
-        operations = [
-            # bytes: every backend carries them, whatever types it knows
-            dist.P2POp(dist.irecv if m.incoming else dist.isend, m.raw(), self._global(m.peer), self._group)
+        operations = [  # bytes: every backend carries them, whatever types it knows
+            dist.P2POp(dist.irecv if m.incoming else dist.isend, m.buffer, self._global(m.peer), self._group)
             for m in messages
         ]
         try:
@@ -230,10 +246,10 @@ class _Run:
         one_each = len(works) == len(messages)  # some backends answer with one handle for the whole batch
         for i, work in enumerate(works):
             meant = [messages[i]] if one_each else messages
-            self._await(work, f"{where}: {', '.join(m.said(self._nbytes(m)) for m in meant)}")
+            self._await(work, f"{where}: {', '.join(map(str, meant))}")
 
     def _await(self, work: Any, what: str) -> None:
-        _wait(work, f"rank {self._rank}", what, self._timeout_s)
+        wait(work, f"rank {self._rank}", what, self._timeout_s)
 
     # ---- failing together --------------------------------------------------------------------------------------------
 
@@ -262,14 +278,16 @@ def agree(
     none = dist.get_world_size(group)
     lowest = torch.tensor([none if failed is None else rank], dtype=torch.int32, device=device)  # failed rank
     work = dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group, async_op=True)
-    _wait(work, f"rank {rank}", f"all ranks of the group to say that they are well, {when}", timeout_s)
+    wait(work, f"rank {rank}", f"all ranks of the group to say that they are well, {when}", timeout_s)
     if failed is not None:
         raise WeightSyncError(f"rank {rank} failed {when}: {failed}") from failed
     if int(lowest) < none:
         raise WeightSyncError(f"rank {int(lowest)} failed {when}; its own message says why")
 
 
-def _wait(work: Any, who: str, what: str, timeout_s: float) -> None:
+def wait(work: Any, who: str, what: str, timeout_s: float) -> None:
+    """Wait for a message or collective at most `timeout_s` seconds. Raises `DeadlineExceeded` then, `WeightSyncError`
+    when a peer is gone; both say that `who` waited for `what`."""
     began = time.monotonic()
     try:
         work.wait(timedelta(seconds=timeout_s))

@@ -40,7 +40,7 @@ class StandInTrainer:
 
 
 class StandInRollout:
-    """The in-place part of a rollout engine's protocol."""
+    """The in-place part of a rollout engine's protocol. Routers are float32, as in DeepSeek's models."""
 
     def __init__(self, memory: DeviceMemory, layout: Layout, rank: int, dtype: torch.dtype) -> None:
         self._memory, self._dtype = memory, dtype
@@ -49,14 +49,17 @@ class StandInRollout:
         self.state, self.version, self.refuse = "SLEEPING", -1, ""
 
     def weights_wanted(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        return [(p.name, str(self._dtype).removeprefix("torch."), tuple(p.shape)) for p in self._params]
+        return [(p.name, str(self._type(p.name)).removeprefix("torch."), tuple(p.shape)) for p in self._params]
+
+    def _type(self, name: str) -> torch.dtype:
+        return torch.float32 if ".mlp.gate." in name else self._dtype
 
     def generation_buffers(self) -> dict[str, torch.Tensor]:
         if self.refuse:
             raise EngineError(self.refuse)
         if not self.buffers:
             for param in self._params:
-                self.buffers[param.name] = self._memory.tensor(GENERATION_WEIGHTS, param.shape, self._dtype)
+                self.buffers[param.name] = self._memory.tensor(GENERATION_WEIGHTS, param.shape, self._type(param.name))
         self.state = "UPDATING"
         return self.buffers
 

@@ -11,6 +11,7 @@ import mindspeed_asyncflow.reshard.transfer as transfer_module
 from mindspeed_asyncflow.config.model import FullTensor
 from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
 from mindspeed_asyncflow.reshard.boxes import Box
+from mindspeed_asyncflow.reshard.dtypes import agree_on_dtypes
 from mindspeed_asyncflow.reshard.layout import Layout, LocalParam, Segment
 from mindspeed_asyncflow.reshard.places import Piece, Places, one_run
 from mindspeed_asyncflow.reshard.plan import make_plan
@@ -92,7 +93,7 @@ def test_pieces_that_follow_each_other_in_memory_are_one_run():
     first, second = Piece(rows(0, 2), stored[0:2]), Piece(rows(2, 5), stored[2:5])
     found = one_run([first, second], torch.float32)
     assert found is not None
-    assert torch.equal(found, stored[0:5].flatten())
+    assert torch.equal(found.view(torch.float32), stored[0:5].flatten())
     assert found.data_ptr() == stored.data_ptr()
     assert one_run([second, first], torch.float32) is None
     assert one_run([first, second], torch.bfloat16) is None
@@ -110,6 +111,7 @@ def move(
     *,
     bucket_bytes: int = 1 << 20,
     dtype: torch.dtype = torch.float32,
+    other: dict[str, torch.dtype] | None = None,
     first: int = 0,
     wait_s: float = 20.0,
     spoil: int = -1,
@@ -121,10 +123,13 @@ def move(
     rank = world.rank
     if rank >= size:
         return {}
-    plan = make_plan(source, target, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, target_first=first)
+    other = other or {}
+    largest = max(t.itemsize for t in (dtype, *other.values()))
+    plan = make_plan(source, target, itemsize=largest, bucket_bytes=bucket_bytes, target_first=first)
     held = tensors_of(source.ranks[rank], torch.float32, True) if rank < source.world_size else {}
     place = rank - first
     filled = tensors_of(target.ranks[place], dtype, False) if 0 <= place < target.world_size else {}
+    filled = {name: tensor.to(other.get(name, dtype)) for name, tensor in filled.items()}
     packed = 0
 
     def pack(messages: Any) -> None:
@@ -143,12 +148,12 @@ def move(
     try:
         report = run(
             plan, rank, held, filled, source_layout=source, target_layout=target, dtype=dtype, device=CPU, group=group,
-            target_first=first, timeout_s=wait_s,
+            target_first=first, timeout_s=wait_s, other_dtypes=other,
         )  # fmt: skip
     except (WeightSyncError, DeadlineExceeded) as raised:
         error = f"{type(raised).__name__}: {raised}"
-    expected = tensors_of(target.ranks[place], dtype, True) if filled else {}
-    right = all(torch.equal(filled[name], expected[name]) for name in expected)
+    expected = tensors_of(target.ranks[place], torch.float32, True) if filled else {}
+    right = all(torch.equal(filled[name], expected[name].to(other.get(name, dtype))) for name in expected)
     return {
         "right": right, "error": error, "report": report, "seconds": time.monotonic() - began,
         "buckets": plan.buckets,
@@ -200,6 +205,44 @@ def test_staging_stays_within_a_bucket(ranks, bucket_bytes):
         assert seen["right"], seen
         assert seen["report"].staging_bytes <= bucket_bytes
         assert seen["buckets"] >= 4 * ROWS * COLS * 4 // bucket_bytes
+
+
+THIRDS = layout([("t0", rows(0, ROWS)), ("t1", rows(0, ROWS)), ("t2", rows(0, ROWS))], [], [], count=3)
+ODD = layout(
+    [], [(f"t{i}", Box(0, 3, 1, 6)) for i in range(3)], [(f"t{i}", Box(1, 4, 0, 3)) for i in range(3)], count=3
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket_bytes", [48, 1 << 20])
+@pytest.mark.parametrize("other", [{"t1": torch.float32}, {"t0": torch.float32, "t2": torch.float64}], ids=str)
+def test_tensors_of_several_types_travel_in_their_own(ranks, bucket_bytes, other):
+    """Odd numbers of elements, so that nothing is aligned by chance."""
+    small = torch.bfloat16
+    found = ranks.run(move, source=THIRDS, target=ODD, dtype=small, other=other, bucket_bytes=bucket_bytes)
+    sizes = [other.get(name, small).itemsize for name in ("t0", "t1", "t2")]
+    assert all(seen["right"] for seen in found), found
+    assert found[0]["report"].sent_bytes == sum(sizes) * (15 + 9)
+    assert [seen["report"].received_bytes for seen in found[1:]] == [sum(sizes) * 15, sum(sizes) * 9]
+    assert all(seen["report"].staging_bytes <= bucket_bytes for seen in found)
+
+
+def want(world: World, types: list[dict[str, torch.dtype]]) -> Any:
+    try:
+        return agree_on_dtypes(types[world.rank], ["a", "b", "c", "d"], rank=world.rank, device=CPU, timeout_s=20)
+    except WeightSyncError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_all_ranks_learn_the_type_of_every_tensor(ranks):
+    small, large = torch.bfloat16, torch.float32
+    found = ranks.run(want, types=[{"a": small}, {"a": small, "b": small, "c": large}, {}])
+    assert found == [(small, {"c": large})] * 3
+    for said in ranks.run(want, types=[{"a": small}, {"a": large}, {}]):
+        assert said == "ranks want 'a' in different types, float32 and bfloat16"
+    for said in ranks.run(want, types=[{"a": small}, {"b": torch.int8}, {}]):
+        assert "type that cannot be sent" in said
 
 
 @pytest.mark.slow
