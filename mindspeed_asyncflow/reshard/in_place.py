@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mindspeed_asyncflow.platforms.memory import DeviceMemory, HostPool
 
 WEIGHTS, GRADIENTS, OPTIMIZER, GENERATION = "train weights", "gradients", "optimizer", "generation weights"
-RUNNING, SLEEPING, UPDATING, DIRTY = "RUNNING", "SLEEPING", "UPDATING", "DIRTY"
+RUNNING, PAUSED, SLEEPING, UPDATING, DIRTY = "RUNNING", "PAUSED", "SLEEPING", "UPDATING", "DIRTY"
 
 
 class TrainState(Protocol):
@@ -168,7 +168,8 @@ class InPlace:
                 copied += self._weight_swap.wait(self._timeout_s).copied_bytes
             clock.note("swap")
             served = self._rollout.loaded(version)
-            self._rollout.resume()
+            if self._rollout.state == PAUSED:
+                self._rollout.resume()
             clock.note("load")
         except Exception as error:  # boundary: train state comes back before anybody hears of it
             self._undo(error)

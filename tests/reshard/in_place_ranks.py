@@ -138,3 +138,19 @@ def fail(world: World, case: Case, spoil: int, when: str) -> dict[str, Any]:
     device.check_generation()
     full = {kind: usage[kind] > 0 for kind in (TRAIN_WEIGHTS, GRADIENTS, OPTIMIZER)}
     return {"said": said, "state": state, "on the device": full, "served": device.rollout.version}
+
+
+def from_serving(world: World, case: Case) -> tuple[str, int, str]:
+    """An engine that serves the weights of its model folder is filled as it is, and refused a second time."""
+    from mindspeed_asyncflow.errors import WeightSyncError
+
+    device = Device(world, case, torch.float32, torch.bfloat16)
+    device.rollout.generation_buffers()
+    device.rollout.state = "RUNNING"
+    device.both.to_generation(5)
+    device.check_generation()
+    try:
+        device.both.to_generation(6)
+    except WeightSyncError as error:
+        return device.rollout.state, device.rollout.version, str(error)
+    return device.rollout.state, device.rollout.version, ""

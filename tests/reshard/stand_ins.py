@@ -46,7 +46,7 @@ class StandInRollout:
         self._memory, self._dtype = memory, dtype
         self._params = layout.ranks[rank]
         self.buffers: dict[str, torch.Tensor] = {}
-        self.state, self.version, self.refuse = "SLEEPING", -1, ""
+        self.state, self._after, self.version, self.refuse = "SLEEPING", "PAUSED", -1, ""
 
     def weights_wanted(self) -> list[tuple[str, str, tuple[int, ...]]]:
         return [(p.name, str(self._type(p.name)).removeprefix("torch."), tuple(p.shape)) for p in self._params]
@@ -60,11 +60,12 @@ class StandInRollout:
         if not self.buffers:
             for param in self._params:
                 self.buffers[param.name] = self._memory.tensor(GENERATION_WEIGHTS, param.shape, self._type(param.name))
+        self._after = "RUNNING" if self.state == "RUNNING" else "PAUSED"
         self.state = "UPDATING"
         return self.buffers
 
     def loaded(self, version: int, fingerprint: str = "") -> Any:
-        self.state, self.version = "PAUSED", version
+        self.state, self.version = self._after, version
         return SimpleNamespace(version=version, fingerprint=f"{version:016x}")
 
     def load_failed(self, why: str) -> None:
@@ -74,6 +75,8 @@ class StandInRollout:
         self.state = "PAUSED"
 
     def resume(self) -> None:
+        if self.state != "PAUSED":
+            raise EngineError(f"resume is refused while the engine is {self.state}")
         self.state = "RUNNING"
 
     def sleep(self, level: int = 1) -> None:

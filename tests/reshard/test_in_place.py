@@ -67,6 +67,13 @@ def test_a_failure_on_one_rank_brings_all_back_to_training_and_the_next_turn_ser
         assert seen["served"] == 2
 
 
+@pytest.mark.slow
+def test_an_engine_that_serves_already_is_filled_and_a_second_turn_in_a_row_is_refused(ranks):
+    for state, version, said in ranks.run(in_place_ranks.from_serving, case=CASES[0]):
+        assert (state, version) == ("RUNNING", 5)
+        assert said == "version 6: the train state is on the host already; call to_training first"
+
+
 def in_place(case: Case, rollout: object) -> InPlace:
     memory = DeviceMemory(CpuPlatform())
     train = SimpleNamespace(layout=train_side(case.model, case.train))
