@@ -38,9 +38,10 @@ class Peer:
             heard(count)
 
         self._heard_at = time.monotonic()
+        silence_s = self._timeout_s / 3  # a connection that died without a word costs a part of the deadline only
         while True:
             try:
-                with RelayLink(self.address, self._secret, self._timeout_s, note) as link:
+                with RelayLink(self.address, self._secret, silence_s, note) as link:
                     return use(link)
             except Broken as error:
                 reason = error

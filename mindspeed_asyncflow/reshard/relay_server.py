@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,20 +94,24 @@ class RelayServer:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             task = self._loop.create_task(self._serve(sock))
             self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+            task.add_done_callback(partial(self._ended, sock))
+
+    def _ended(self, sock: socket.socket, task: asyncio.Task) -> None:
+        """Also of a task that was cancelled before it began: its mirror must not wait for a greeting."""
+        self._connections.discard(task)
+        sock.close()
 
     async def _serve(self, sock: socket.socket) -> None:
         """One connection until it ends. What is no question of ours closes it."""
-        with sock:
-            try:
-                await asyncio.wait_for(self._greet(sock), _GREETING_S)
-                while True:
-                    request, question, message = await self._next(sock, MOST_QUESTION_BYTES)
-                    await self._answer(sock, request, question, message)
-            except WireError:
-                self.bad_frames += 1
-            except (OSError, EOFError, asyncio.TimeoutError):  # gone, or takes nothing any more
-                return
+        try:
+            await asyncio.wait_for(self._greet(sock), _GREETING_S)
+            while True:
+                request, question, message = await self._next(sock, MOST_QUESTION_BYTES)
+                await self._answer(sock, request, question, message)
+        except WireError:
+            self.bad_frames += 1
+        except (OSError, EOFError, asyncio.TimeoutError):  # gone, or takes nothing any more
+            return
 
     async def _greet(self, sock: socket.socket) -> None:
         challenge = secrets.token_bytes(wire.CHALLENGE_BYTES)

@@ -103,6 +103,17 @@ def test_a_greeting_that_announces_much_is_not_waited_for(server: RelayServer) -
     assert server.bad_frames == 1
 
 
+def test_a_connection_that_is_cut_is_closed_even_before_it_began(server: RelayServer) -> None:
+    host, _, port = server.address.rpartition(":")
+    for _ in range(30):
+        with socket.create_connection((host, int(port)), timeout=2.0) as sock:
+            server.drop_connections()
+            with contextlib.suppress(ConnectionResetError):
+                while server._connections or sock.recv(64):  # may have been accepted after the cut
+                    server.drop_connections()
+    assert serves(server)
+
+
 def test_an_unknown_version_is_answered_with_those_kept_and_the_connection_goes_on(server: RelayServer) -> None:
     with link(server) as good:
         for question, message in [(Question.INFO, {"version": 5}), (Question.FETCH, fetch((0, 0, 4), version=5))]:
