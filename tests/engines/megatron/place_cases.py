@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import numpy as np
+import torch
 from rank_cases import engine, share
 from tiny_models import pack
 
@@ -110,13 +111,14 @@ def turns(rank: int, folder: str, sizes: dict, samples: list, dtype: str) -> dic
     try:
         with engine(rank, folder, sizes, dtype) as made:
             place = resharder(made, rollout, folder, memory, pool)
+            types = {name: getattr(torch, dtype) for name, dtype, _ in rollout.weights_wanted()}
             mine = samples[made.data_parallel_rank :: made.data_parallel_size]
             for version in (1, 2):
                 found["steps"].append(step(made))
                 for kind, tensors in made.train_state().items():
                     memory.adopt(kind, tensors)
                 turn: dict[str, Any] = {"training": memory.usage(), "trainer": trained(made, mine)}
-                turn["exported"] = fingerprint_of(dict(made.export_weights()))
+                turn["exported"] = fingerprint_of({n: t.to(types[n]) for n, t in made.export_weights()})
                 report = place.to_generation(version)
                 turn |= {"generating": memory.usage(), "report": report, "rollout": score(rollout, mine)}
                 gc.collect()  # what the other engine left in circles is nobody's

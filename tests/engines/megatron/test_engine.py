@@ -277,13 +277,20 @@ def test_hugging_face_folder_round_trip_is_bit_exact(groups, models, tmp_path, k
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [{}, TP2, {**PP2, "virtual_pipeline": 2}, {**DP2, "distributed_optimizer": True}],
-    ids=["one", "tensor", "pipeline", "sharded"],
+    ("kind", "sizes"),
+    [
+        ("qwen2", {}),
+        ("qwen2", TP2),
+        ("qwen2", {**PP2, "virtual_pipeline": 2}),
+        ("qwen2_7_layers", {**PP2, "pipeline_layers": [4, 3]}),
+        ("qwen2", {**DP2, "distributed_optimizer": True}),
+        ("deepseek_v3", {**DP2, "expert_parallel": 2}),
+    ],
+    ids=["one", "tensor", "pipeline", "uneven", "sharded", "latent"],
 )
-def test_checkpoint_continues_exactly(groups, models, tmp_path, sizes):
+def test_checkpoint_continues_exactly(groups, models, tmp_path, kind, sizes):
     for r in groups.of(world_of(sizes)).run(
-        rank_cases.resume, folder=models["qwen2"][0], sizes=sizes, samples=make_samples(), out=str(tmp_path)
+        rank_cases.resume, folder=models[kind][0], sizes=sizes, samples=make_samples(), out=str(tmp_path)
     ):
         assert r["extra"] == {"version": 2}
         assert r["resumed"] == r["straight"]
