@@ -26,6 +26,7 @@ class FullTensor:
     shape: tuple[int, ...]
     order: int  # position in layer order: embedding 0, decoder layer l is l + 1, final norm and head L + 1
     expert: int = -1  # number of the routed expert; -1: not a routed expert's weight
+    dtype: str = ""  # kept in this type (torch name) whatever the model's type is; "": the model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class ModelShape:
             return
         yield FullTensor(f"{prefix}mlp.gate.weight", (experts.count, self.hidden), order)
         if experts.bias:
-            yield FullTensor(f"{prefix}mlp.gate.e_score_correction_bias", (experts.count,), order)
+            yield FullTensor(f"{prefix}mlp.gate.e_score_correction_bias", (experts.count,), order, dtype="float32")
         for number in range(experts.count):
             for name, shape in self.feed_forward(experts.width).items():
                 yield FullTensor(f"{prefix}mlp.experts.{number}.{name}", shape, order, expert=number)

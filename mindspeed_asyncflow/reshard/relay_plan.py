@@ -38,10 +38,11 @@ class WritePlan:
     ranks: tuple[tuple[Write, ...], ...]
 
     def table(self, layout: Layout, dtype: str) -> RelayTable:
-        """What a relay holds whose tensors are all stored as `dtype` (torch name)."""
+        """What a relay holds whose tensors are stored as `dtype` (torch name), but those with a type of their own."""
         shapes = {name: tensor.shape for name, tensor in layout.tensors.items()}
         writers = {r: [(w.segment.name, w.segment.box) for w in writes] for r, writes in enumerate(self.ranks)}
-        return make_table(shapes, dtype, writers)
+        dtypes = {name: tensor.dtype or dtype for name, tensor in layout.tensors.items()}
+        return make_table(shapes, dtypes, writers)
 
     def elements(self, rank: int) -> int:
         return sum(write.segment.box.size for write in self.ranks[rank])

@@ -10,6 +10,7 @@ from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape
 from mindspeed_asyncflow.reshard.layout import Layout, LocalParam, Segment
 from mindspeed_asyncflow.reshard.relay_plan import write_plan
 from mindspeed_asyncflow.reshard.train_layout import train_layout
+from tests.reshard.models import DEEPSEEK
 
 DENSE = dict(
     model_type="qwen2",
@@ -105,3 +106,13 @@ def test_a_weight_that_no_rank_holds_is_named():
     layout = Layout({"w": FullTensor("w", (8, 2), 0)}, ((LocalParam("p", (6, 2), (Segment("w", Box(0, 6, 0, 2)),)),),))
     with pytest.raises(WeightSyncError, match="rows 6 to 8 of 'w' lie on no rank"):
         write_plan(layout)
+
+
+def test_a_routers_correction_bias_stays_in_float32():
+    """Rounded to bfloat16 it could send tokens to other experts than in training."""
+    layout = train_layout(describe(DEEPSEEK), TrainParallel(data=2, expert=2))
+    table = write_plan(layout).table(layout, "bfloat16")
+    assert {p.name.rsplit(".", 1)[-1]: p.dtype for p in table.params} == {
+        "weight": "bfloat16",
+        "e_score_correction_bias": "float32",
+    }
