@@ -160,6 +160,13 @@ def _rollout(c: Config) -> Iterator[Raw]:
             ("trainer.micro_batch_tokens", "data.max_prompt_tokens", "rollout.max_new_tokens"),
             f"the longest sample has {longest} tokens and does not fit into {c.trainer.micro_batch_tokens}",
         )
+    if c.workflow.keep_versions <= c.workflow.max_lag:
+        yield (
+            "warning",
+            ("workflow.keep_versions", "workflow.max_lag"),
+            f"the trainer may be {c.workflow.max_lag} versions ahead, {c.workflow.keep_versions} are kept: a replica "
+            f"that loads slowly can find its version dropped; set keep_versions to {c.workflow.max_lag + 1} or more",
+        )
     if c.workflow.update == "rolling" and r.replicas < 2:
         yield (
             "error",

@@ -71,7 +71,6 @@ class StepRecorder:
         self.heldout: list[tuple[int, float]] = []
         self.ended_early: str = ""
         self._parts: list[Mapping[str, float]] = []
-        self._scores: dict[int, float] = {}  # reward by row, until trained
         self._times: defaultdict[str, float] = defaultdict(float)
         self._step_rewards: list[float] = []
         self._zero_std: list[bool] = []
@@ -102,7 +101,6 @@ class StepRecorder:
         self._times["gen"] = max(self._times["gen"], report.busy_s)
 
     def scored(self, report: ScoreReport) -> None:
-        self._scores.update(report.rewards)
         self._times["reward"] = max(self._times["reward"], report.busy_s)
         self._abstained += len(report.unscored)
         for row, why in report.unscored.items():
@@ -110,19 +108,13 @@ class StepRecorder:
                 self._recent.append(why)
                 get_logger("reward").warning("answer of row %d has no score: %s", row, why)
 
-    def dropped(self, rows: np.ndarray) -> None:
-        """Rows that will not be trained."""
-        for row in rows:
-            self._scores.pop(int(row), None)
-
     def referenced(self, busy_s: float) -> None:
         self._times["reference"] = max(self._times["reference"], busy_s)
 
-    def trained(self, step: int, claim: Any, reports: Sequence[ChunkReport]) -> None:
-        """A chunk was trained at version `step`."""
+    def trained(self, step: int, claim: Any, rewards: np.ndarray, reports: Sequence[ChunkReport]) -> None:
+        """A chunk was trained at version `step`; `rewards` of its rows, float64 [n]."""
         self._parts += [r.sums for r in reports]
         self._times["forward_backward"] += max(r.busy_s for r in reports)
-        rewards = np.array([self._scores.pop(int(r)) for r in claim.rows])
         self._step_rewards += rewards.tolist()
         for group in np.unique(claim.group_ids):
             of_group = rewards[claim.group_ids == group]

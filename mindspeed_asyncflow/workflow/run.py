@@ -238,7 +238,6 @@ class Run:
             return None
         for group, rows, reason in claim.dropped:
             self.window.dropped[reason] += len(rows)
-            self.recorder.dropped(rows)
             batch, issue = self.book.close_group(int(group))
             await self.put(batch, [issue])
         return claim if len(claim.rows) else None
@@ -257,18 +256,20 @@ class Run:
         groups = {i.row: (i.group_id, i.member) for i in infos}
         with self.recorder.busy("trainer"):
             reports = await self.all_ranks("train", plan, versions, groups, shown)
-        await asyncio.to_thread(self.served, claim)
+        rewards = await asyncio.to_thread(self.served, claim)
         for group in np.unique(claim.group_ids):
             self.book.close_group(int(group))
         one_per_replica = [reports[i] for i in self.leaders]
-        self.recorder.trained(step, claim, one_per_replica)
+        self.recorder.trained(step, claim, rewards, one_per_replica)
         self.progressed()
         return len(claim.rows), int(sum(r.sums["actor/tokens_count"] for r in one_per_replica))
 
-    def served(self, claim: Claim) -> None:
-        """Trained rows leave the dock."""
+    def served(self, claim: Claim) -> np.ndarray:
+        """Trained rows leave the dock; returns their rewards, float64 [n]."""
+        rewards = np.array(self.dock.read(claim.rows, ["reward"])["reward"], dtype=np.float64)
         self.dock.done(claim.claim_id)
         self.dock.free(claim.rows)
+        return rewards
 
     def count_bad(self, finish: FinishReport) -> None:
         if not finish.optim.bad_tensor:

@@ -182,13 +182,18 @@ class WeightSync:
         self._turns += 1
         try:
             async with self._turn if self.update == "rolling" else contextlib.nullcontext():
-                if self.is_behind(index):
-                    with self.busy(f"rollout{index}"):
-                        await self._load(index)
+                with self.busy(f"rollout{index}"):
+                    while self.is_behind(index) and not await self._load(index):
+                        pass
         finally:
             self._turns -= 1
 
-    async def _load(self, index: int) -> None:
+    async def _load(self, index: int) -> bool:
+        """False: the version was dropped from the relay meanwhile, and as the replica answers nobody it may try anew.
+
+        While it answers that would lose answers, so it is an error. It cannot come as long as `keep` > max_lag: the
+        trainer does not get past the batch that the replica answers.
+        """
         assert self.newest is not None, "loading follows publish"
         manifest, expected = self.newest, self._expected
         began = time.perf_counter()
@@ -199,11 +204,14 @@ class WeightSync:
             newest = self.newest.version
             if newest - manifest.version < self.keep - 1:
                 raise
-            raise WeightSyncError(
-                f"rollout{index} was loading version {manifest.version} when it was dropped: version "
-                f"{newest} is published and the relay keeps {self.keep} (workflow.keep_versions); raise "
-                f"it, or lower workflow.max_lag ({error})"
-            ) from error
+            said = (
+                f"rollout{index} was loading version {manifest.version} when it was dropped: version {newest} is "
+                f"published and the relay keeps {self.keep} (workflow.keep_versions; more than workflow.max_lag)"
+            )
+            if index in self._since:
+                raise WeightSyncError(f"{said}: {error}") from error
+            get_logger("weights").warning("%s; it loads the newest instead", said)
+            return False
         finally:
             del self._loading[index]
         if report.version != manifest.version or report.fingerprint != manifest.fingerprint:
@@ -215,6 +223,7 @@ class WeightSync:
         self.step_load_s = max(self.step_load_s, report.load_s)
         await self._check_probe(index, expected)
         self.step_still_s = max(self.step_still_s, time.perf_counter() - began)
+        return True
 
     async def _check_probe(self, index: int, expected: asyncio.Future[list[np.ndarray]]) -> None:
         """Score the probe answers with replica `index` and compare with the trainer at the same version."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -49,9 +49,8 @@ class RolloutReport:
 
 @dataclass(frozen=True, slots=True)
 class ScoreReport:
-    rewards: dict[int, float]  # by row
-    unscored: dict[int, str] = field(default_factory=dict)  # row -> why it has no score
-    busy_s: float = 0.0
+    unscored: dict[int, str]  # row -> why it has no score
+    busy_s: float
 
 
 def sample_seed(run_seed: int, group_id: int, member: int) -> int:
@@ -206,13 +205,12 @@ class ScoreWorker:
             if not kept.all():
                 self.dock.drop(batch.rows[~kept], reason="unscored")
             self.dock.done(claim_id)
-        scored = {int(r): float(v) for r, v, k in zip(batch.rows, rewards, kept) if k}
         unscored = {
             int(r): s.error or "too few scored answers in its group"
             for r, s, k in zip(batch.rows, scores, kept)
             if not k
         }
-        return ScoreReport(scored, unscored, time.perf_counter() - began)
+        return ScoreReport(unscored, time.perf_counter() - began)
 
     def score_texts(self, answers: Sequence[np.ndarray], truths: Sequence[str], finished: Sequence[bool]) -> list:
         """Scores (None: no score) of answers outside the dock."""

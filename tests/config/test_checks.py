@@ -86,6 +86,13 @@ def test_divisible_batches_pass():
     assert errors("workflow.groups_per_step=6", "trainer.data_parallel=6", "trainer.stream_groups=3") == {}
 
 
+def test_fewer_kept_versions_than_the_trainer_may_be_ahead_are_warned_of():
+    found = check(parse_config("", ["workflow.max_lag=3"]), BOX, TINY)
+    assert [(f.level, f.keys[0]) for f in found] == [("warning", "workflow.keep_versions")]
+    assert "set keep_versions to 4" in found[0].message
+    assert check(parse_config("", ["workflow.max_lag=3", "workflow.keep_versions=4"]), BOX, TINY) == []
+
+
 def test_all_errors_are_listed_together_and_warnings_do_not_stop():
     with pytest.raises(ConfigError, match="3 settings cannot work") as caught:
         settings = parse_config("", ["algorithm.group_size=1", "rollout.top_p=0.5", "rollout.top_k=3"])

@@ -133,6 +133,15 @@ def test_a_trainer_whose_weights_stand_still_stops_the_run(tmp_path):
         run_loops(config(), tmp_path, prompts_of(100, 4), train=train)
 
 
+@pytest.mark.parametrize("update", ["delayed", "rolling", "in_flight"])
+def test_a_link_slower_than_the_trainer_loses_nothing_while_more_versions_than_max_lag_are_kept(tmp_path, update):
+    """Loads of 40 ms, steps of about 10 ms and two versions in memory: the law holds the trainer back."""
+    rollouts = [FakeRollout(), FakeRollout(load_s=0.04)]
+    settings = config(steps=8, max_lag=1, replicas=2, workflow={"update": update, "keep_versions": 2})
+    out = run_loops(settings, tmp_path, prompts_of(100, 4), rollouts=rollouts)
+    assert out.run.window.trained == 64 and max(out.recorder.lags) <= 1
+
+
 def test_a_relay_that_cannot_be_written_ends_the_run_with_its_error(tmp_path):
     def fail(version, tensors):
         raise OSError("no space")
@@ -210,6 +219,21 @@ def test_groups_without_scores_leave_their_step_and_are_counted(tmp_path):
     assert [len(r) for r in out.train.rows[:3]] == [4, 8, 8]
     assert dict(window.dropped) == {"unscored": 4}
     assert window.issued == window.trained + 4
+
+
+def test_answers_may_be_trained_before_the_report_of_their_scorer_arrives(tmp_path):
+    def late(run):
+        score = run.scorer.worker.score
+
+        def then_sleep(*args):
+            report = score(*args)
+            time.sleep(0.05)
+            return report
+
+        run.scorer.worker.score = then_sleep
+
+    out = run_loops(config(steps=3), tmp_path, prompts_of(100, 4), before=late)
+    assert len(out.recorder.rewards) == 3 and min(out.recorder.rewards) > 0
 
 
 def test_non_finite_steps_in_a_row_stop_the_run_and_name_the_tensor(tmp_path):

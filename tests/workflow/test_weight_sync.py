@@ -38,8 +38,6 @@ class Replica:
             await asyncio.sleep(0)
         if self.fault == "dies":
             raise WorkerLost("rollout0 (process 1) died")
-        if self.fault == "evicted":
-            raise WeightSyncError("weight version 0 is not in the relay")
         self.loads.append(m.version)
         if self.fault != "did not load":
             self.version = m.version
@@ -285,17 +283,54 @@ def test_a_replica_that_dies_while_loading_gives_its_turn_to_the_next():
     assert alive.loads == [0] and sync.served == [-1, 0]
 
 
-def test_loading_a_version_that_was_dropped_names_the_knob():
-    sync = sync_of(Replica("evicted", turns=5), keep=3)
+class SlowLink(Replica):
+    """Finds version 0 gone from the relay when it has read it."""
+
+    async def load(self, m):
+        report = await super().load(m)
+        if m.version == 0:
+            raise WeightSyncError("weight version 0 is not in the relay")
+        return report
+
+
+def overtaken(sync, newest):
+    """Replica 0 loads version 0 while versions up to `newest` are published."""
 
     async def scenario():
         loading = asyncio.create_task(sync.bring_up(0))
         await asyncio.sleep(0)
-        publish(sync, 1)
-        publish(sync, 2)
+        for version in range(1, newest + 1):
+            publish(sync, version)
         await loading
 
-    with pytest.raises(WeightSyncError, match=r"rollout0 .* version 0 .*keeps 3 \(workflow\.keep_versions\)"):
+    asyncio.run(scenario())
+
+
+def test_a_version_that_is_dropped_while_an_idle_replica_loads_it_makes_room_for_the_newest():
+    replica = SlowLink(turns=5)
+    sync = sync_of(replica, keep=3)
+    overtaken(sync, newest=2)
+    assert replica.loads == [0, 2] and sync.served == [2]
+
+
+def test_a_load_that_fails_for_another_reason_is_not_repeated():
+    sync = sync_of(SlowLink(turns=5), keep=3)
+    with pytest.raises(WeightSyncError, match="not in the relay"):
+        overtaken(sync, newest=1)  # version 0 is kept, whatever the replica says
+
+
+def test_a_version_that_is_dropped_while_a_replica_answers_and_loads_it_names_the_knob():
+    sync = sync_of(SlowLink(turns=5), update="in_flight", keep=3)
+
+    async def scenario():
+        async with sync.boundary(0, -1):
+            loading = asyncio.create_task(sync.bring_up(0))
+            await asyncio.sleep(0)
+            publish(sync, 1)
+            publish(sync, 2)
+            await loading
+
+    with pytest.raises(WeightSyncError, match=r"rollout0 .* version 0 .*keeps 3 \(workflow\.keep_versions; more than"):
         asyncio.run(scenario())
 
 
