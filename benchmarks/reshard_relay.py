@@ -20,9 +20,9 @@ import torch
 from mindspeed_asyncflow.config.schema import RolloutConfig
 from mindspeed_asyncflow.engines.reference import ReferenceEngine
 from mindspeed_asyncflow.records import GenRequest, SamplingSpec, WeightManifest
-from mindspeed_asyncflow.reshard.relay import WholeWriter
 from mindspeed_asyncflow.reshard.relay_mirror import RelayMirror
 from mindspeed_asyncflow.reshard.relay_server import RelayServer
+from tests.reshard.whole_writer import WholeWriter
 
 SLOWER = 10
 VOCAB = 8192

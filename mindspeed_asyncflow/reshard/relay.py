@@ -15,10 +15,10 @@ import numpy as np
 
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.records import ParamMeta, WeightManifest
-from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape, whole
+from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape
 from mindspeed_asyncflow.reshard.fingerprint import checksum, checksums, fingerprint
 from mindspeed_asyncflow.reshard.relay_file import NOBODY, RelayFile
-from mindspeed_asyncflow.reshard.relay_table import RelayTable, make_table
+from mindspeed_asyncflow.reshard.relay_table import RelayTable
 
 if TYPE_CHECKING:
     import torch
@@ -114,47 +114,6 @@ class RelayWriter:
         self._file.close()
 
     def __enter__(self) -> RelayWriter:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-class WholeWriter:
-    """A relay with one writer of whole tensors; the first version that it publishes fixes names, shapes and types.
-
-    `dtype` (torch name, e.g. "bfloat16"): what every tensor is cast to; None keeps each tensor's own type.
-    """
-
-    def __init__(self, path: str, keep: int = 3, dtype: str | None = None) -> None:
-        self.path, self._keep, self._dtype = path, keep, dtype
-        self._writer: RelayWriter | None = None
-        self._closed = False
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        return self._writer.versions if self._writer else ()
-
-    def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """(name, full tensor) pairs. The first call holds all tensors at once, later ones one at a time."""
-        if self._closed:
-            raise WeightSyncError(f"relay {self.path} is closed")
-        if self._writer is None:
-            weights = list(weights)
-            shapes = {name: tuple(tensor.shape) for name, tensor in weights}
-            if len(shapes) < len(weights):
-                raise WeightSyncError(f"version {version} holds a tensor twice")
-            own = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in weights}
-            self._writer = RelayWriter(self.path, make_table(shapes, self._dtype or own), keep=self._keep)
-        parts = self._writer.publish(version, ((name, whole(t.shape), t) for name, t in weights))
-        return assemble(version, self._writer.table, self.path, [parts])
-
-    def close(self) -> None:
-        self._closed = True
-        if self._writer is not None:
-            self._writer.close()
-
-    def __enter__(self) -> WholeWriter:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from mindspeed_asyncflow.config.schema import RolloutConfig
 from mindspeed_asyncflow.records import Completion, GenRequest, SamplingSpec, UpdateReport, WeightManifest
-from mindspeed_asyncflow.reshard.relay import WholeWriter
+from tests.reshard.whole_writer import WholeWriter
 
 VOCAB = 57  # not a multiple of 64: vLLM pads the vocabulary inside
 MAX_LEN = 200

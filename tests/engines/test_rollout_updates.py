@@ -15,6 +15,7 @@ from mindspeed_asyncflow.errors import DeadlineExceeded, EngineError, WeightSync
 from mindspeed_asyncflow.records import Completion
 from mindspeed_asyncflow.reshard import relay
 from tests.engines.bench import TOLERANCE, Bench, House, ask, make_engine, prompt
+from tests.reshard.whole_writer import WholeWriter
 
 LONG = prompt(*range(40))  # longer than one cache block, so that a prefix cache holds it
 PAIR = (LONG, prompt(3, 1, 4, 1, 5, 9, 2, 6))
@@ -293,7 +294,7 @@ def test_a_tied_head_may_travel_or_stay_away(bench: Bench) -> None:
     assert "lm_head.weight" not in tensors
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     path = f"{bench.publish('b').path}-tied"
-    with relay.WholeWriter(path) as writer:
+    with WholeWriter(path) as writer:
         bench.engine.update(writer.publish(bench.engine.version + 1000, tensors.items()))
     bench.restart_versions_at(bench.engine.version)
     assert_serves(bench, "b")

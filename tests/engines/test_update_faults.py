@@ -22,6 +22,7 @@ from mindspeed_asyncflow.errors import EngineError, WeightSyncError
 from mindspeed_asyncflow.records import WeightManifest
 from mindspeed_asyncflow.reshard import relay
 from tests.engines.bench import Bench, House, Policy, ask, make_engine, prompt
+from tests.reshard.whole_writer import WholeWriter
 
 PAIR = (prompt(*range(40)), prompt(3, 1, 4, 1, 5, 9, 2, 6))
 
@@ -249,7 +250,7 @@ def test_experts_that_the_engine_transposes_are_converted_once_per_update(
     first, second = experts(1, square), experts(2, square)
     worker = TransposingWorker({name: tuple(w.shape) for name, w in first.items()})
     engine = transposing_engine(worker, shape)
-    with relay.WholeWriter(path, keep=2) as writer:
+    with WholeWriter(path, keep=2) as writer:
         for version, wanted in enumerate([first, first, first, second, first], start=1):
             before = worker.conversions
             engine.update(writer.publish(version, wanted.items()))
@@ -265,7 +266,7 @@ def test_an_update_into_the_kernels_layout_is_an_error(shape: versions.CallShape
     wanted = experts(1, square=False)
     worker = TransposingWorker({name: tuple(w.shape) for name, w in wanted.items()}, restores=False)
     engine = transposing_engine(worker, shape)
-    with relay.WholeWriter(path, keep=2) as writer:
+    with WholeWriter(path, keep=2) as writer:
         with pytest.raises(WeightSyncError, match=r"shape \(4, 8, 6\) into \(4, 6, 8\)"):
             engine.update(writer.publish(1, wanted.items()))
         assert engine.state == "DIRTY"

@@ -16,11 +16,11 @@ import torch
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.reshard.relay import (
     RelayReader,
-    WholeWriter,
     manifest_from_json,
     manifest_to_json,
 )
 from mindspeed_asyncflow.reshard.relay_file import RelayFile
+from tests.reshard.whole_writer import WholeWriter
 
 
 @pytest.fixture

@@ -18,11 +18,12 @@ import torch
 from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
 from mindspeed_asyncflow.records import WeightManifest
 from mindspeed_asyncflow.reshard.boxes import Box
-from mindspeed_asyncflow.reshard.relay import RelayReader, RelayWriter, WholeWriter, assemble, manifest_to_json
+from mindspeed_asyncflow.reshard.relay import RelayReader, RelayWriter, assemble, manifest_to_json
 from mindspeed_asyncflow.reshard.relay_file import RelayFile
 from mindspeed_asyncflow.reshard.relay_mirror import RelayMirror
 from mindspeed_asyncflow.reshard.relay_server import RelayServer
 from mindspeed_asyncflow.reshard.relay_table import make_table
+from tests.reshard.whole_writer import WholeWriter
 
 SECRET = b"of this run"
 SHAPES = {"embed": (300, 64), "big": (1000, 128), "norm": (7,), "none": (0, 4), "head": (64, 300)}

@@ -17,9 +17,9 @@ import torch
 from mindspeed_asyncflow.dock import wire
 from mindspeed_asyncflow.dock.channel import Broken
 from mindspeed_asyncflow.errors import PlatformError, WeightSyncError
-from mindspeed_asyncflow.reshard.relay import WholeWriter
 from mindspeed_asyncflow.reshard.relay_link import MOST_RANGES, Question, RelayLink
 from mindspeed_asyncflow.reshard.relay_server import RelayServer
+from tests.reshard.whole_writer import WholeWriter
 
 SECRET = b"of this run"
 
