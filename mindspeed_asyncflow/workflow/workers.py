@@ -17,6 +17,7 @@ from mindspeed_asyncflow.algorithms.advantages import group_advantages
 from mindspeed_asyncflow.config.schema import AlgorithmConfig
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.engines.base import RolloutEngine
+from mindspeed_asyncflow.errors import EngineError
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.records import Completion, GenRequest, SamplingSpec, UpdateReport, WeightManifest
 from mindspeed_asyncflow.rewards.pool import ScorerPool
@@ -110,6 +111,7 @@ class RolloutWorker:
         ready_groups = tokens = 0
         with self.tracer.span("rollout/generate", lane=self.name, version=self.engine.version, rows=len(batch)):
             for answer in self.engine.generate(requests, timeout_s=self.timeout_s):
+                self._require_whole(answer)
                 group = group_of[int(answer.request_id)]
                 tokens += len(answer.token_ids)
                 if answer.spans:
@@ -125,6 +127,14 @@ class RolloutWorker:
                 self._commit(claim_id, ready)
         self.dock.done(claim_id)
         return RolloutReport(len(batch), tokens, time.perf_counter() - began, tuple(sorted(served)))
+
+    def _require_whole(self, answer: Completion) -> None:
+        """A part of an answer must not be trained as a whole one."""
+        if answer.finish_reason in ("abort", "error"):
+            raise EngineError(
+                f"{self.name}: an answer ended with {answer.finish_reason!r} after {len(answer.token_ids)} tokens "
+                f"(engine {self.engine.state}, version {self.engine.version}); DIRTY: loading the next version failed"
+            )
 
     def _commit(self, claim_id: int, answers: Sequence[Completion]) -> None:
         self.dock.write(
