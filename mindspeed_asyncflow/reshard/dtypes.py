@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.reshard.transfer import wait
-
-if TYPE_CHECKING:
-    import torch
 
 NAMES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _ABSENT = -1
@@ -30,9 +30,6 @@ def agree_on_dtypes(
     `own`: what this rank wants; `tensors`: all names in an order that is the same everywhere. Raises `WeightSyncError`
     on all ranks for a tensor that two ranks want in different types, or a type that is none of `NAMES`.
     """
-    import torch
-    import torch.distributed as dist
-
     types = [getattr(torch, name) for name in NAMES]
     strange = {name: dtype for name, dtype in own.items() if dtype not in types}
     names = list(tensors)

@@ -25,22 +25,27 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from mindspeed_asyncflow.errors import ConfigError, WeightSyncError
+from mindspeed_asyncflow.platforms.memory import (
+    GENERATION_WEIGHTS,
+    GRADIENTS,
+    OPTIMIZER,
+    TRAIN_WEIGHTS,
+    DeviceMemory,
+    HostPool,
+)
 from mindspeed_asyncflow.reshard.boxes import matrix_shape
 from mindspeed_asyncflow.reshard.dtypes import agree_on_dtypes
 from mindspeed_asyncflow.reshard.layout import Layout
 from mindspeed_asyncflow.reshard.plan import make_plan
+from mindspeed_asyncflow.reshard.swap import HostSwap
 from mindspeed_asyncflow.reshard.topology import Topology
 from mindspeed_asyncflow.reshard.transfer import TransferReport, agree, run
 
-if TYPE_CHECKING:
-    import torch
-
-    from mindspeed_asyncflow.platforms.memory import DeviceMemory, HostPool
-
-WEIGHTS, GRADIENTS, OPTIMIZER, GENERATION = "train weights", "gradients", "optimizer", "generation weights"
 RUNNING, PAUSED, SLEEPING, UPDATING, DIRTY = "RUNNING", "PAUSED", "SLEEPING", "UPDATING", "DIRTY"
 
 
@@ -116,8 +121,6 @@ class InPlace:
         group: Any = None,
         timeout_s: float = 120.0,
     ) -> None:
-        from mindspeed_asyncflow.reshard.swap import HostSwap
-
         if train.layout.world_size != rollout_layout.world_size:
             raise ConfigError(
                 f"in place, trainer ({train.layout.label}) and rollout ({rollout_layout.label}) share their devices: "
@@ -159,8 +162,8 @@ class InPlace:
         state = self._train.train_state()
         try:
             copied, buffers = self._make_room(state, clock)
-            identity = _storage_bytes(state[WEIGHTS]) + _storage_bytes(buffers.values()) + self.plan.bucket_bytes
-            self._weight_swap.start_out({WEIGHTS: state[WEIGHTS]}, hold=(WEIGHTS,))
+            identity = _storage_bytes(state[TRAIN_WEIGHTS]) + _storage_bytes(buffers.values()) + self.plan.bucket_bytes
+            self._weight_swap.start_out({TRAIN_WEIGHTS: state[TRAIN_WEIGHTS]}, hold=(TRAIN_WEIGHTS,))
             try:
                 transfer = self._fill(buffers)
             finally:
@@ -237,7 +240,7 @@ class InPlace:
             version=-1, seconds=clock.seconds, swap_exposed_s=clock.spent["swap"], fill_s=0.0,
             load_s=clock.spent["load"], swapped_bytes=copied, transfer=None, usage_before=before, usage_after=after,
             peak_bytes=self._memory.peak,
-            identity_bytes=after[WEIGHTS] + before[GENERATION] + self.plan.bucket_bytes,
+            identity_bytes=after[TRAIN_WEIGHTS] + before[GENERATION_WEIGHTS] + self.plan.bucket_bytes,
         )  # fmt: skip
 
 
@@ -267,8 +270,6 @@ def _check_wanted(
     wanted: Sequence[tuple[str, str, tuple[int, ...]]], layout: Layout, rank: int
 ) -> dict[str, torch.dtype]:
     """The type of each wanted weight. Raises `WeightSyncError` that names the first one which does not fit."""
-    import torch
-
     ours = {param.name: tuple(param.shape) for param in layout.ranks[rank]}
     theirs = {name: tuple(shape) for name, _, shape in wanted}
     where = f"rollout rank {rank} ({layout.label})"

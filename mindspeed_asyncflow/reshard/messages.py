@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from mindspeed_asyncflow.reshard.boxes import Box
 from mindspeed_asyncflow.reshard.places import Piece
-
-if TYPE_CHECKING:
-    import torch
-
-    from mindspeed_asyncflow.reshard.plan import Move
+from mindspeed_asyncflow.reshard.plan import Move
 
 
 class Packed(NamedTuple):

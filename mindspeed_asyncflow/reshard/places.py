@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape, subtract
 from mindspeed_asyncflow.reshard.layout import LocalParam
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Piece(NamedTuple):
@@ -98,8 +97,6 @@ class Places:
 def one_run(pieces: Sequence[Piece], dtype: torch.dtype) -> torch.Tensor | None:
     """The pieces as one view, uint8 [bytes], if they follow each other in memory in row-major order and have `dtype`;
     else None."""
-    import torch
-
     first = pieces[0].view
     storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
     for piece in pieces:

@@ -22,20 +22,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
+from mindspeed_asyncflow.platforms.memory import BUCKET, DeviceMemory
 from mindspeed_asyncflow.reshard.layout import Layout, LocalParam
 from mindspeed_asyncflow.reshard.messages import Copy, Message, Packed, ResolvedStep, by_peer, copy, pack, unpack
 from mindspeed_asyncflow.reshard.places import Piece, Places, one_run
-
-if TYPE_CHECKING:
-    import torch
-
-    from mindspeed_asyncflow.platforms.memory import DeviceMemory
-    from mindspeed_asyncflow.reshard.plan import Move, Plan, RankStep
-
-BUCKET = "bucket"  # kind of the staging buffer in the device accounting
+from mindspeed_asyncflow.reshard.plan import Move, Plan, RankStep
 
 
 @dataclass(slots=True)
@@ -85,7 +82,7 @@ def run(
     return transfer.run((mine, source), (wanted, target), memory)
 
 
-Side = tuple[Sequence[LocalParam], Mapping[str, "torch.Tensor"]]  # a rank's part of a layout, and the tensors
+Side = tuple[Sequence[LocalParam], Mapping[str, torch.Tensor]]  # a rank's part of a layout, and the tensors
 
 
 class _Run:
@@ -175,8 +172,6 @@ class _Run:
         self, buckets: Sequence[tuple[int, Sequence[ResolvedStep]]], memory: DeviceMemory | None
     ) -> torch.Tensor | None:
         """One buffer of bytes for the step that needs most; messages are given their parts of it when they start."""
-        import torch
-
         most = 0
         for index, steps in buckets:
             for step in steps:
@@ -224,8 +219,6 @@ class _Run:
         self._report.copied_bytes += sum(c.box.size * c.targets[0].view.dtype.itemsize for c in step.copies)
 
     def _start(self, messages: Sequence[Message], where: str) -> list[Any]:
-        import torch.distributed as dist
-
         if not messages:
             return []
         operations = [  # bytes: every backend carries them, whatever types it knows
@@ -238,8 +231,6 @@ class _Run:
             raise WeightSyncError(f"rank {self._rank} lost a peer, {where}: {error}") from error
 
     def _global(self, rank: int) -> int:
-        import torch.distributed as dist
-
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def _wait_all(self, works: Sequence[Any], messages: Sequence[Message], where: str) -> None:
@@ -272,9 +263,6 @@ def agree(
 
     `device` is where the backend wants its tensors; the wait lasts at most `timeout_s` seconds.
     """
-    import torch
-    import torch.distributed as dist
-
     none = dist.get_world_size(group)
     lowest = torch.tensor([none if failed is None else rank], dtype=torch.int32, device=device)  # failed rank
     work = dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group, async_op=True)
