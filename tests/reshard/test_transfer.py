@@ -1,10 +1,12 @@
 """Running plans: what is packed, what goes directly, how much is staged, and how ranks fail together."""
 
+import os
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import mindspeed_asyncflow.reshard.messages as messages_module
 import mindspeed_asyncflow.reshard.transfer as transfer_module
@@ -137,6 +139,8 @@ def move(
         packed += 1
         if packed == 2 and when == "packing":
             raise ValueError("packing broke")
+        if packed == 2 and when == "death":
+            os._exit(3)
         if packed == 2 and when == "silence":
             time.sleep(wait_s + 1.5)
         messages_module.pack(messages)
@@ -253,6 +257,27 @@ def test_rollout_ranks_may_follow_the_trainers(ranks):
     assert trainer["report"].sent_bytes == ROWS * COLS * 4
 
 
+def inside_a_later_group(world: World) -> bool:
+    """Ranks 1 and 2 of the world are ranks 0 and 1 of the plan."""
+    group = dist.new_group([1, 2])
+    rank = world.rank - 1
+    if rank < 0:
+        return True
+    plan = make_plan(TWO_EACH, ALL_FOUR, itemsize=4, bucket_bytes=200)
+    filled = tensors_of(ALL_FOUR.ranks[rank], torch.float32, False)
+    run(
+        plan, rank, tensors_of(TWO_EACH.ranks[rank], torch.float32, True), filled, source_layout=TWO_EACH,
+        target_layout=ALL_FOUR, dtype=torch.float32, device=CPU, group=group, timeout_s=20,
+    )  # fmt: skip
+    expected = tensors_of(ALL_FOUR.ranks[rank], torch.float32, True)
+    return all(torch.equal(filled[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_plan_are_those_of_its_group(ranks):
+    assert ranks.run(inside_a_later_group) == [True] * 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["packing", "shape"])
 def test_a_rank_that_fails_stops_all_at_once_and_the_group_works_on(ranks, when):
@@ -274,3 +299,11 @@ def test_a_silent_peer_ends_the_wait_at_its_deadline_and_is_named():
     assert waiting["error"].endswith("from rank 0") or waiting["error"].endswith("to rank 0")
     assert waiting["seconds"] < 2.4
     assert silent["error"].startswith("WeightSyncError: rank 0 lost a peer, bucket 1")
+
+
+@pytest.mark.slow
+def test_a_peer_that_dies_ends_the_others_long_before_their_deadline():
+    with Ranks(2, ("tests.reshard.test_transfer",)) as ranks, pytest.raises(RuntimeError) as raised:
+        ranks.run(move, source=TWO_EACH, target=ALL_FOUR, bucket_bytes=200, wait_s=50.0, spoil=0, when="death")
+    assert "rank 0 ended" in str(raised.value)
+    assert "rank 1 did not answer" not in str(raised.value)  # within two seconds it had
