@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from mindspeed_asyncflow.cli import preflight, settings
 from mindspeed_asyncflow.config import Config, dump_resolved, feasibility
 from mindspeed_asyncflow.config.machine import MIB, Machine, probe
+from mindspeed_asyncflow.config.model import ModelShape
+from mindspeed_asyncflow.config.parallel import TrainParallel
+from mindspeed_asyncflow.reshard.relay_plan import write_plan
+from mindspeed_asyncflow.reshard.train_layout import train_layout
 
 NAME = "check"
 HELP = "show what a configuration means and whether it can run here; starts nothing"
@@ -28,8 +32,12 @@ def run(arguments: argparse.Namespace) -> int:
     for title, lines in (("batch", _batch(config)), ("processes", _processes(config, machine))):
         print(f"== {title}")
         print("\n".join(lines))
+    model = preflight.model_shape(config)
+    if model is not None and not any(finding.level == "error" for finding in found):
+        print("== weights")
+        print("\n".join(_weights(config, model)))
     print("== least host memory, MiB")
-    for name, size in feasibility.memory_bytes(config, machine, preflight.model_shape(config)).items():
+    for name, size in feasibility.memory_bytes(config, machine, model).items():
         print(f"{size / MIB:>10.0f}  {name}")
     print("== findings")
     print("\n".join(map(str, found)) or "none: this configuration can run here")
@@ -47,6 +55,16 @@ def _batch(config: Config) -> Iterator[str]:
     training = config.data.size - config.data.heldout
     used = t.steps * w.groups_per_step
     yield f"{training} training prompts, {config.data.heldout} held out; {t.steps} steps take {used}"
+
+
+def _weights(config: Config, model: ModelShape) -> Iterator[str]:
+    """What moves at each version."""
+    layout = train_layout(model, TrainParallel.of(config.trainer))
+    plan, width = write_plan(layout), feasibility.DTYPE_BYTES[config.model.dtype]
+    shares = [plan.elements(rank) * width / MIB for rank in range(layout.world_size)]
+    yield f"{model.parameters:,} parameters, {model.parameters * width / MIB:.1f} MiB a version ({config.model.dtype})"
+    yield f"each trainer rank ({layout.label}) writes {min(shares):.1f} to {max(shares):.1f} MiB of it to the relay"
+    yield f"{config.workflow.keep_versions} versions are kept; replicas load as {config.workflow.update} says"
 
 
 def _processes(config: Config, machine: Machine) -> Iterator[str]:
