@@ -10,6 +10,7 @@ from mindspeed_asyncflow.config import Config, dump_resolved, feasibility
 from mindspeed_asyncflow.config.machine import MIB, Machine, probe
 from mindspeed_asyncflow.config.model import ModelShape
 from mindspeed_asyncflow.config.parallel import TrainParallel
+from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.reshard.relay_plan import write_plan
 from mindspeed_asyncflow.reshard.train_layout import train_layout
 
@@ -33,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"== {title}")
         print("\n".join(lines))
     model = preflight.model_shape(config)
-    if model is not None and not any(finding.level == "error" for finding in found):
+    if model is not None:
         print("== weights")
         print("\n".join(_weights(config, model)))
     print("== least host memory, MiB")
@@ -59,11 +60,15 @@ def _batch(config: Config) -> Iterator[str]:
 
 def _weights(config: Config, model: ModelShape) -> Iterator[str]:
     """What moves at each version."""
-    layout = train_layout(model, TrainParallel.of(config.trainer))
-    plan, width = write_plan(layout), feasibility.DTYPE_BYTES[config.model.dtype]
-    shares = [plan.elements(rank) * width / MIB for rank in range(layout.world_size)]
+    width = feasibility.DTYPE_BYTES[config.model.dtype]
     yield f"{model.parameters:,} parameters, {model.parameters * width / MIB:.1f} MiB a version ({config.model.dtype})"
-    yield f"each trainer rank ({layout.label}) writes {min(shares):.1f} to {max(shares):.1f} MiB of it to the relay"
+    try:
+        layout = train_layout(model, TrainParallel.of(config.trainer))
+    except ConfigError:  # a finding says why
+        return
+    plan = write_plan(layout)
+    shares = [plan.elements(rank) * width / MIB for rank in range(layout.world_size)]
+    yield f"trainer {layout.label}: each rank writes {min(shares):.1f} to {max(shares):.1f} MiB of it to the relay"
     yield f"{config.workflow.keep_versions} versions are kept; replicas load as {config.workflow.update} says"
 
 

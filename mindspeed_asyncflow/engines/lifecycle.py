@@ -4,7 +4,7 @@
     RUNNING, PAUSED, DIRTY --begin_update--> UPDATING --end_update--> what it was before (RUNNING or PAUSED)
     UPDATING --fail_update--> DIRTY        (only a complete update leaves DIRTY)
     PAUSED --sleep(1)--> SLEEPING --wake--> PAUSED
-    PAUSED --sleep(2)--> SLEEPING --wake--> DIRTY   (the weights are gone; after the update it is PAUSED)
+    PAUSED, DIRTY --sleep(2)--> SLEEPING --wake--> DIRTY   (the weights are gone; after the update it is PAUSED)
 
 Every other move raises `EngineError` and changes nothing.
 """
@@ -21,6 +21,7 @@ SLEEPING = "SLEEPING"
 DIRTY = "DIRTY"
 
 PAUSE_MODES = ("keep", "wait", "abort")
+SLEEPS_FROM = {1: (PAUSED,), 2: (PAUSED, DIRTY)}  # states by sleep level
 
 
 class Lifecycle:
@@ -52,7 +53,7 @@ class Lifecycle:
 
     def sleep(self, level: int = 1) -> None:
         """Level 1 keeps the weights somewhere, level 2 does not."""
-        self.require("sleep", PAUSED)
+        self.require("sleep", *SLEEPS_FROM[level])
         self.state = SLEEPING
         self._weights_kept = level < 2
 

@@ -347,7 +347,7 @@ class SteppedEngine:
         return self._backend.score(sequences)
 
     def _sleep(self, level: int) -> None:
-        self._life.require("sleep", states.PAUSED)
+        self._life.require("sleep", *states.SLEEPS_FROM[level])
         if self._running:
             raise EngineError(f"sleep would lose the cache of {len(self._running)} frozen requests; abort them first")
         self._life.sleep(level)

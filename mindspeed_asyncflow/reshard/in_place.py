@@ -154,7 +154,7 @@ class InPlace:
         """Fill the generation weights with the trainer's and serve them as `version`. Collective.
 
         Raises on every rank when any rank failed. The train state is then back on the device and the rollout engine
-        DIRTY, which the next `to_generation` ends.
+        asleep without weights: DIRTY if woken, until the next `to_generation`.
         """
         if self.generating:
             raise WeightSyncError(f"version {version}: the train state is on the host already; call to_training first")
@@ -216,6 +216,8 @@ class InPlace:
     def _undo(self, error: Exception) -> None:
         if self._rollout.state == UPDATING:
             self._rollout.load_failed(str(error))
+        if self._rollout.state == DIRTY:
+            self._rollout.sleep(2)  # half-filled weights make room for the train state
         for swap in (self._weight_swap, self._state_swap):
             if swap.is_out:
                 swap.back()
@@ -226,7 +228,7 @@ class InPlace:
         clock, before = _Clock(), self._memory.usage()
         if self._rollout.state == RUNNING:
             self._rollout.pause("wait")
-        if self._rollout.state not in (SLEEPING, DIRTY):
+        if self._rollout.state != SLEEPING:
             self._rollout.sleep(2)
         clock.note("load")
         self._memory.reset_peak()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from mindspeed_asyncflow.reshard.boxes import Box
-from mindspeed_asyncflow.reshard.places import Piece
+from mindspeed_asyncflow.reshard.places import BoxView
 from mindspeed_asyncflow.reshard.plan import Move
 
 
@@ -18,7 +18,7 @@ class Packed(NamedTuple):
 
     box: Box
     dtype: torch.dtype  # in which it travels: that of the target
-    pieces: list[Piece]  # views of local tensors: it is gathered from them, or written to them
+    pieces: list[BoxView]  # views of local tensors: it is gathered from them, or written to them
 
     @property
     def nbytes(self) -> int:
@@ -64,8 +64,8 @@ class Copy:
     """A box that stays on this rank: pieces that together are the box, and all places that want it."""
 
     box: Box
-    sources: list[Piece]
-    targets: list[Piece]
+    sources: list[BoxView]
+    targets: list[BoxView]
 
 
 @dataclass(slots=True)

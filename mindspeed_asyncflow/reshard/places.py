@@ -12,7 +12,7 @@ from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape, subtract
 from mindspeed_asyncflow.reshard.layout import LocalParam
 
 
-class Piece(NamedTuple):
+class BoxView(NamedTuple):
     """`box` of a full tensor, and the view [rows, cols] of a local tensor in which it lies."""
 
     box: Box
@@ -30,9 +30,9 @@ class _Held(NamedTuple):
     row: int  # of the box's first element there
     col: int
 
-    def piece(self, box: Box) -> Piece:
+    def piece(self, box: Box) -> BoxView:
         row, col = self.row + box.r0 - self.box.r0, self.col + box.c0 - self.box.c0
-        return Piece(box, self.matrix[row : row + box.rows, col : col + box.cols])
+        return BoxView(box, self.matrix[row : row + box.rows, col : col + box.cols])
 
 
 def as_matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Places:
             for segment in param.segments:
                 self._held.setdefault(segment.name, []).append(_Held(segment.box, matrix, segment.row, segment.col))
 
-    def read(self, name: str, box: Box) -> list[Piece] | None:
+    def read(self, name: str, box: Box) -> list[BoxView] | None:
         """Disjoint views that together are `box`; None unless this rank holds all of it."""
         left, pieces = [box], []
         for held in self._held.get(name, ()):
@@ -85,7 +85,7 @@ class Places:
                 return pieces
         return None
 
-    def write(self, name: str, box: Box) -> list[Piece]:
+    def write(self, name: str, box: Box) -> list[BoxView]:
         """All views that show a part of `box` (a tied weight may lie in two parameters). Raises `WeightSyncError` when
         a part of it has no place."""
         if self.read(name, box) is None:
@@ -94,7 +94,7 @@ class Places:
         return [h.piece(common) for h in held if (common := box.meet(h.box)) is not None]
 
 
-def one_run(pieces: Sequence[Piece], dtype: torch.dtype) -> torch.Tensor | None:
+def one_run(pieces: Sequence[BoxView], dtype: torch.dtype) -> torch.Tensor | None:
     """The pieces as one view, uint8 [bytes], if they follow each other in memory in row-major order and have `dtype`;
     else None."""
     first = pieces[0].view

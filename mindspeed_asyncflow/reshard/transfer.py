@@ -31,7 +31,7 @@ from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
 from mindspeed_asyncflow.platforms.memory import BUCKET, DeviceMemory
 from mindspeed_asyncflow.reshard.layout import Layout, LocalParam
 from mindspeed_asyncflow.reshard.messages import Copy, Message, Packed, ResolvedStep, by_peer, copy, pack, unpack
-from mindspeed_asyncflow.reshard.places import Piece, Places, one_run
+from mindspeed_asyncflow.reshard.places import BoxView, Places, one_run
 from mindspeed_asyncflow.reshard.plan import Move, Plan, RankStep
 
 
@@ -143,14 +143,14 @@ class _Run:
                     raise WeightSyncError(f"target {param.name!r} is {found}, but the peers send {wanted}")
 
     def _resolve(self, step: RankStep, source: Places, target: Places) -> ResolvedStep:
-        def read(move: Move) -> list[Piece]:
+        def read(move: Move) -> list[BoxView]:
             # a box that came in an earlier step and is passed on lies in the target only
             found = source.read(move.name, move.box) or target.read(move.name, move.box)
             if found is None:
                 raise WeightSyncError(f"rank {self._rank} should send {move.name!r}, {move.box}, and does not hold it")
             return found
 
-        def write(move: Move) -> list[Piece]:
+        def write(move: Move) -> list[BoxView]:
             return target.write(move.name, move.box)
 
         resolved = ResolvedStep()

@@ -54,6 +54,18 @@ def test_every_move_is_either_allowed_or_refused_without_effect(state: str, verb
         assert (life.state, life.version) == (state, 0)
 
 
+def test_half_loaded_weights_may_be_dropped_and_are_dirty_again_on_waking() -> None:
+    life = Lifecycle()
+    for verb in PATHS[DIRTY]:
+        move(life, verb)
+    with pytest.raises(EngineError, match="it needs PAUSED"):
+        life.sleep(1)
+    life.sleep(2)
+    assert life.state == SLEEPING
+    life.wake()
+    assert life.state == DIRTY
+
+
 @pytest.mark.parametrize("before", [RUNNING, PAUSED])
 def test_an_update_returns_to_the_state_before_even_after_a_failure(before: str) -> None:
     life = Lifecycle()

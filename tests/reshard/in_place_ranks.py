@@ -137,7 +137,7 @@ def fail(world: World, case: Case, spoil: int, when: str) -> dict[str, Any]:
     device.both.to_generation(2)
     device.check_generation()
     full = {kind: usage[kind] > 0 for kind in (TRAIN_WEIGHTS, GRADIENTS, OPTIMIZER)}
-    return {"said": said, "state": state, "on the device": full, "served": device.rollout.version}
+    return {"said": said, "state": state, "on the device": full, "served": device.rollout.version} | usage
 
 
 def from_serving(world: World, case: Case) -> tuple[str, int, str]:

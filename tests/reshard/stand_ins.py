@@ -80,7 +80,9 @@ class StandInRollout:
         self.state = "RUNNING"
 
     def sleep(self, level: int = 1) -> None:
-        if self.state != "PAUSED":
+        if self.state not in ("PAUSED", "DIRTY"):
             raise EngineError(f"sleep is refused while the engine is {self.state}")
+        for buffer in self.buffers.values():
+            self._memory.release(buffer)
         self.buffers.clear()
         self.state = "SLEEPING"
