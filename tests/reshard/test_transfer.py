@@ -15,7 +15,7 @@ from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
 from mindspeed_asyncflow.reshard.boxes import Box
 from mindspeed_asyncflow.reshard.dtypes import agree_on_dtypes
 from mindspeed_asyncflow.reshard.layout import Layout, LocalParam, Segment
-from mindspeed_asyncflow.reshard.places import Piece, Places, one_run
+from mindspeed_asyncflow.reshard.places import BoxView, Places, one_run
 from mindspeed_asyncflow.reshard.plan import make_plan
 from mindspeed_asyncflow.reshard.transfer import run
 from tests.reshard.ranks import Ranks, World
@@ -92,15 +92,15 @@ def test_tensors_must_be_what_the_layout_says():
 
 def test_pieces_that_follow_each_other_in_memory_are_one_run():
     stored = full()
-    first, second = Piece(rows(0, 2), stored[0:2]), Piece(rows(2, 5), stored[2:5])
+    first, second = BoxView(rows(0, 2), stored[0:2]), BoxView(rows(2, 5), stored[2:5])
     found = one_run([first, second], torch.float32)
     assert found is not None
     assert torch.equal(found.view(torch.float32), stored[0:5].flatten())
     assert found.data_ptr() == stored.data_ptr()
     assert one_run([second, first], torch.float32) is None
     assert one_run([first, second], torch.bfloat16) is None
-    assert one_run([Piece(Box(0, 2, 0, 4), stored[0:2, 0:4])], torch.float32) is None
-    assert one_run([first, Piece(rows(2, 5), stored.clone()[2:5])], torch.float32) is None
+    assert one_run([BoxView(Box(0, 2, 0, 4), stored[0:2, 0:4])], torch.float32) is None
+    assert one_run([first, BoxView(rows(2, 5), stored.clone()[2:5])], torch.float32) is None
 
 
 # ---- ranks together --------------------------------------------------------------------------------------------------
