@@ -23,9 +23,8 @@ from mindspeed_asyncflow.reshard.fingerprint import checksum
 # bytes take twice the time of pairs to compare.
 BLOCK_BYTES = 2
 BLOCKS = (1, 2, 4, 8)  # sizes that can be compared as whole numbers
-_HEADER = struct.Struct(
-    "<BBxxIQQII"
-)  # block, kind of places, bytes of places, bytes, changed blocks, crc before, after
+# block, kind of places, bytes of places, bytes, changed blocks, crc before, crc after
+_HEADER = struct.Struct("<BBxxIQQII")
 _BITMAP, _STEPS = 0, 1
 _LONGEST = 65535
 
