@@ -131,7 +131,7 @@ class WorkflowConfig(Section):
         "same, one replica at a time; in_flight: at once, running answers go on with them.",
     )
     keep_versions: int = Field(
-        3, ge=2, description="Weight versions in shared memory, more than max_lag; the oldest is overwritten."
+        3, ge=2, description="Weight versions in shared memory, beside the one being written; more than max_lag."
     )
     overlap: bool = Field(True, description="false: one task at a time (for comparison); needs max_lag 0.")
     groups_per_step: int = Field(32, ge=1, description="Prompt groups per optimizer step.")

@@ -230,6 +230,9 @@ def test_a_bucket_smaller_than_an_element_and_a_foreign_topology_are_refused():
     target = rollout_layout(model, RolloutParallel(replicas=2))
     with pytest.raises(ConfigError, match=r"bucket_bytes=1 .*at least"):
         make_plan(source, target, itemsize=2, bucket_bytes=1)
+    for name in ("itemsize", "bucket_bytes", "target_first"):
+        with pytest.raises(ConfigError, match=f"{name}=-1 must be at least"):
+            make_plan(source, target, **({"itemsize": 2, "bucket_bytes": 1 << 20} | {name: -1}))
     with pytest.raises(ConfigError, match="topology has 3 ranks"):
         make_plan(source, target, itemsize=2, bucket_bytes=1 << 20, topology=Topology.regular(3, 1))
 
