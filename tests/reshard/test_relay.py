@@ -82,12 +82,33 @@ def test_a_publish_that_fails_halfway_is_never_readable_and_harms_no_other_versi
         first, second = (writer.publish(version, weights(version)) for version in (1, 2))
         with pytest.raises(RuntimeError, match="trainer died"):
             writer.publish(3, breaks())
-        assert writer.versions == (2,)
-        RelayReader(second).verify()
-        with pytest.raises(WeightSyncError, match="keeps 2"):
+        assert writer.versions == (1, 2)
+        for manifest in (first, second):
+            RelayReader(manifest).verify()
+        with pytest.raises(WeightSyncError, match="keeps 1, 2"):
             RelayReader(replace(first, version=3))
-        RelayReader(writer.publish(3, weights(3))).verify()  # the broken slot is taken again
+        with pytest.raises(RuntimeError, match="trainer died"):
+            writer.publish(4, breaks())  # in the slot of the broken version, not of a good one
+        assert writer.versions == (1, 2)
+        RelayReader(writer.publish(4, weights(3))).verify()
         RelayReader(second).verify()
+        assert writer.versions == (2, 4)
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_all_kept_versions_are_readable_until_the_new_one_is_complete(path: str, keep: int) -> None:
+    with WholeWriter(path, keep=keep) as writer:
+        manifests = [writer.publish(version, weights(version)) for version in range(keep)]
+
+        def looking() -> Iterator[tuple[str, torch.Tensor]]:
+            for pair in weights(9):
+                yield pair
+                assert writer.versions == tuple(range(keep))
+                for manifest in manifests:
+                    RelayReader(manifest).verify()
+
+        writer.publish(9, looking())
+        assert writer.versions == (*range(1, keep), 9)
 
 
 def test_a_changed_byte_is_found_and_the_shard_is_named(path: str) -> None:
