@@ -8,8 +8,8 @@ copying and check before *and after* they used the bytes that it is still there.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -204,6 +204,19 @@ class RelayReader:
                 )
         self.check()
         return found
+
+
+def feed(manifest: WeightManifest, load: Callable[[Iterator[tuple[str, torch.Tensor]]], Any]) -> str:
+    """Give `load` one version's (name, tensor) pairs, which it must copy; returns the version's fingerprint.
+
+    Raises `WeightSyncError` where the bytes are not those published, or the slot was recycled while `load` copied: what
+    it has is then worth nothing.
+    """
+    reader = RelayReader(manifest)
+    fingerprint = reader.verify()
+    load(iter(reader))
+    reader.check()
+    return fingerprint
 
 
 def manifest_to_json(manifest: WeightManifest) -> str:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.reshard.relay import (
     RelayReader,
+    feed,
     manifest_from_json,
     manifest_to_json,
 )
@@ -71,6 +72,25 @@ def test_a_slot_recycled_during_a_read_is_noticed(path: str) -> None:
         list(stream)
         with pytest.raises(WeightSyncError, match="keeps 2, 3"):
             reader.check()
+
+
+def test_a_version_that_is_recycled_while_it_is_loaded_does_not_count_as_loaded(path: str) -> None:
+    with WholeWriter(path, keep=1) as writer:
+        manifest = writer.publish(1, weights(1))
+        got: dict[str, torch.Tensor] = {}
+
+        def load(tensors: Iterable[tuple[str, torch.Tensor]], later: tuple[int, ...] = ()) -> None:
+            for name, tensor in tensors:
+                got[name] = tensor.clone()
+                for version in later:
+                    writer.publish(version, weights(version))
+                later = ()
+
+        assert feed(manifest, load) == manifest.fingerprint
+        assert all(torch.equal(got[name], tensor) for name, tensor in weights(1))
+        with pytest.raises(WeightSyncError, match=r"version 1 is not in the relay .* keeps 3"):
+            feed(manifest, lambda tensors: load(tensors, later=(2, 3)))
+        assert not all(torch.equal(got[name], tensor) for name, tensor in weights(1))  # what the guard is for
 
 
 def test_a_publish_that_fails_halfway_is_never_readable_and_harms_no_other_version(path: str) -> None:
