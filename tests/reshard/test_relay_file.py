@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -117,6 +118,17 @@ def test_a_version_that_one_rank_is_writing_again_is_not_complete_meanwhile(path
 
         zero.publish(1, again())
         assert one.versions == (1,)
+
+
+def test_a_version_that_comes_again_after_it_was_dropped_is_complete_when_it_is_filled_again(path: str) -> None:
+    file = RelayFile.join(path, make_table({"w": (2,)}, "float32"), (0,), keep=1)
+    every = np.zeros(1, np.int64)
+    for version in (1, 2, 1):
+        slot = file.assign(version)
+        assert version not in file.versions()
+        file.fill(slot, version, 0, every, every.astype(np.uint32))
+        assert file.versions() == (version,)
+    file.close()
 
 
 def test_a_rank_takes_only_the_memory_of_its_own_boxes(path: str) -> None:
