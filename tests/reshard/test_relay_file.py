@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -121,14 +122,13 @@ def test_a_version_that_one_rank_is_writing_again_is_not_complete_meanwhile(path
 
 
 def test_a_version_that_comes_again_after_it_was_dropped_is_complete_when_it_is_filled_again(path: str) -> None:
-    file = RelayFile.join(path, make_table({"w": (2,)}, "float32"), (0,), keep=1)
     every = np.zeros(1, np.int64)
-    for version in (1, 2, 1):
-        slot = file.assign(version)
-        assert version not in file.versions()
-        file.fill(slot, version, 0, every, every.astype(np.uint32))
-        assert file.versions() == (version,)
-    file.close()
+    with contextlib.closing(RelayFile.join(path, make_table({"w": (2,)}, "float32"), (0,), keep=1)) as file:
+        for version in (1, 2, 1):
+            slot = file.assign(version)
+            assert version not in file.versions()
+            file.fill(slot, version, 0, every, every.astype(np.uint32))
+            assert file.versions() == (version,)
 
 
 def test_a_rank_takes_only_the_memory_of_its_own_boxes(path: str) -> None:
