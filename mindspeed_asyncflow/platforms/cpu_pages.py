@@ -119,6 +119,8 @@ class PagePool:
                 self._cut_off(piece - taken, place + taken)
                 laid.append(taken)
                 missing -= taken
+            if len(self._laid) >= _MOST_PIECES:  # of blocks that died by themselves, most of them
+                self._laid.clear()
             if len(laid) > 1 or (laid and missing):
                 self._laid[start] = [*laid, missing] if missing else laid
         return length - missing
