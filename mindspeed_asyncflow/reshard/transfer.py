@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_asyncflow.errors import DeadlineExceeded, PlatformError, WeightSyncError
+from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, PlatformError, WeightSyncError
 from mindspeed_asyncflow.platforms.memory import BUCKET, DeviceMemory
 from mindspeed_asyncflow.reshard.layout import Layout, LocalParam
 from mindspeed_asyncflow.reshard.messages import Copy, Message, Packed, ResolvedStep, by_peer, copy, pack, unpack
@@ -274,11 +274,18 @@ def agree(
     none = dist.get_world_size(group)
     lowest = torch.tensor([none if failed is None else rank], dtype=torch.int32, device=device)  # failed rank
     work = dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group, async_op=True)
-    wait(work, f"rank {rank}", f"all ranks of the group to say that they are well, {when}", timeout_s)
+    try:
+        wait(work, f"rank {rank}", f"all ranks of the group to say that they are well, {when}", timeout_s)
+    except AsyncFlowError as lost:
+        if failed is not None:
+            raise WeightSyncError(f"rank {rank} failed {when}: {failed}; then {lost}") from failed
+        raise
+    first = int(lowest)
     if failed is not None:
-        raise WeightSyncError(f"rank {rank} failed {when}: {failed}") from failed
-    if int(lowest) < none:
-        raise WeightSyncError(f"rank {int(lowest)} failed {when}; its own message says why")
+        others = f" (rank {first} failed, too)" if first < rank else ""
+        raise WeightSyncError(f"rank {rank} failed {when}: {failed}{others}") from failed
+    if first < none:
+        raise WeightSyncError(f"rank {first} failed {when}; its own message says why")
 
 
 def wait(work: Any, who: str, what: str, timeout_s: float) -> None:

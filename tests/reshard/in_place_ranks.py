@@ -1,5 +1,6 @@
 """What one rank does to turn a device from training to generation and back, with every byte looked at."""
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -144,6 +145,9 @@ def broken(device: Device, when: str) -> Iterator[None]:
 
 def fail(world: World, case: Case, spoil: int, when: str) -> dict[str, Any]:
     """One turn in which rank `spoil` fails, from engines that serve, and one that succeeds."""
+    full_tensors(case.model)
+    gc.collect()
+    empty = DeviceMemory(CpuPlatform()).census()  # nothing of the device
     device = Device(world, case, torch.float32, torch.bfloat16)
     device.rollout.generation_buffers()
     device.rollout.state = "RUNNING"
@@ -156,6 +160,8 @@ def fail(world: World, case: Case, spoil: int, when: str) -> dict[str, Any]:
             said = str(error)
     seconds, served = time.monotonic() - began, device.rollout.served
     state, usage = device.rollout.state, device.memory.usage()
+    counted = sum(usage.values())
+    uncounted = census(device.memory, [*before, gradients], empty + counted) - empty - counted
     assert not device.both.generating
     for tensor, copy in zip((device.trainer.weights, *device.trainer.optimizer), before):
         assert same_bits(tensor, copy)
@@ -164,8 +170,8 @@ def fail(world: World, case: Case, spoil: int, when: str) -> dict[str, Any]:
     device.check_generation()
     full = {kind: usage[kind] > 0 for kind in (TRAIN_WEIGHTS, GRADIENTS, OPTIMIZER)}
     return {
-        "said": said, "seconds": seconds, "state": state, "served before": served, "on the device": full,
-        "served": device.rollout.version,
+        "said": said, "seconds": seconds, "state": state, "served before": served, "uncounted": uncounted,
+        "on the device": full, "served": device.rollout.version,
     } | usage  # fmt: skip
 
 
