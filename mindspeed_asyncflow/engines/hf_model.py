@@ -114,12 +114,20 @@ class HostModel:
                 self._memory.release(tensor)
 
     def wake(self) -> None:
-        """Device memory as before; contents of weights that were not kept are undefined."""
+        """Device memory as before; contents of weights that were not kept are undefined. All of it or none: when there
+        is no room for a weight, those before it are given back."""
         self._swap.back()
-        with self._memory.one_change():
-            for tensor in self._weights:
-                if tensor.untyped_storage().nbytes() == 0:
-                    self._memory.restore(tensor, tensor.numel() * tensor.element_size())
+        restored: list[torch.Tensor] = []
+        try:
+            with self._memory.one_change():
+                for tensor in self._weights:
+                    if tensor.untyped_storage().nbytes() == 0:
+                        self._memory.restore(tensor, tensor.numel() * tensor.element_size())
+                        restored.append(tensor)
+        except Exception:
+            for tensor in restored:
+                self._memory.release(tensor)
+            raise
 
     def device_bytes(self) -> int:
         """Bytes of weights and caches in the device memory that this model lives in."""

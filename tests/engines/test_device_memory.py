@@ -290,6 +290,30 @@ def test_a_sleep_that_fails_half_way_leaves_dirty(arena: Arena, monkeypatch: pyt
     assert np.abs(np.float32(arena.score()) - arena.policies["b"].logprobs(*PAIR)).max() < TOLERANCE
 
 
+def test_an_engine_that_finds_no_room_to_wake_holds_nothing(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, count = arena.memory.restore, 0
+
+    def full(tensor: torch.Tensor, nbytes: int) -> None:
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise PlatformError("the device is full")
+        real(tensor, nbytes)
+
+    arena.engine.pause()
+    arena.engine.sleep(2)
+    monkeypatch.setattr(arena.memory, "restore", full)
+    asleep = arena.usage()
+    with pytest.raises(PlatformError, match="the device is full"):
+        arena.engine.wake()
+    assert (arena.engine.state, arena.usage()[KV_CACHE]) == ("SLEEPING", 0)
+    assert arena.usage()[GENERATION_WEIGHTS] - asleep[GENERATION_WEIGHTS] < 4096  # constants of the rotary embedding
+    monkeypatch.undo()
+    arena.fill("b", 1)
+    arena.engine.resume()
+    assert np.abs(np.float32(arena.score()) - arena.policies["b"].logprobs(*PAIR)).max() < TOLERANCE
+
+
 def test_vllm_on_a_cpu_frees_nothing_and_says_how_much(house: House, kind: str) -> None:
     """The lifecycle is that of every engine; the bytes that stay are reported as such."""
     bench = house.bench(kind, "dense")
