@@ -27,6 +27,10 @@ class Host:
         self.worker = recipe(*args)
         return os.getpid()
 
+    def where(self) -> tuple[str, str]:
+        """(id, address) of the node that this process runs on."""
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.worker, method)(*args)
 
@@ -48,6 +52,9 @@ class Remote:
         self.pid = await self._await(self._handle.build.remote(recipe, *args))
         get_logger("service").debug("%s is process %d", self._name, self.pid)
         return self
+
+    async def where(self) -> tuple[str, str]:
+        return await self._await(self._handle.where.remote())
 
     async def get(self, attribute: str) -> Any:
         return await self._await(self._handle.get.remote(attribute))

@@ -21,10 +21,13 @@ from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.actors import Remote, spawn
 from mindspeed_asyncflow.service.cleanup import shm_path
 from mindspeed_asyncflow.service.placement import DEVICE
+from mindspeed_asyncflow.service.relays import Place, Relays, plan_relays
+from mindspeed_asyncflow.workflow.arrivals import Mirror
 from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.run import Run
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync, expected_of
+from mindspeed_asyncflow.workflow.workers import MirrorRoute
 
 T = TypeVar("T")
 CLOSE_S = 5.0  # workers get this long to close in order before they are killed
@@ -72,12 +75,13 @@ class Session:
         ]
         self.references = [self._spawn("reference0")] if config.algorithm.kl_coef > 0 else []
         self.scorer = self._spawn("scorer", concurrency=2)
+        relays = await self._plan_relays()
         await self._in_time({"trainer0": self.trainers[0].build(wiring.hold_rendezvous_port)})
         port = await self._within(self.trainers[0].get("port"), "trainer0 to name its port")
         starting = {f"rollout{i}": w.build(wiring.build_rollout, spec, i) for i, w in enumerate(self.rollouts)}
-        relay = shm_path("relay")
         starting |= {
-            f"trainer{r}": w.build(wiring.build_trainer, spec, r, port, relay) for r, w in enumerate(self.trainers)
+            f"trainer{r}": w.build(wiring.build_trainer, spec, r, port, relays.ranks[r])
+            for r, w in enumerate(self.trainers)
         }
         starting |= {f"reference{i}": w.build(wiring.build_reference, spec, i) for i, w in enumerate(self.references)}
         starting["scorer"] = self.scorer.build(wiring.build_scorer, spec)
@@ -86,12 +90,33 @@ class Session:
         self.sync = WeightSync(
             self.rollouts,
             config.model.dtype,
-            relay,
+            relays.ranks[0].path,
             table,
             update=config.workflow.update,
             keep=config.workflow.keep_versions,
+            mirrors=await self._start_mirrors(relays),
             busy=self.recorder.busy,
         )
+
+    async def _plan_relays(self) -> Relays:
+        places = asyncio.gather(*(worker.where() for worker in [*self.trainers, *self.rollouts]))
+        found = [Place(*place) for place in await self._within(places, "all workers to say on which node they are")]
+        always = self.config.workflow.relay == "mirror"
+        return plan_relays(found[: len(self.trainers)], found[len(self.trainers) :], always_mirror=always)
+
+    async def _start_mirrors(self, relays: Relays) -> list[Mirror]:
+        """Relay servers beside the trainer ranks, and a mirror in the first replica of every node that needs one."""
+        secret, workflow = secrets.token_bytes(16), self.config.workflow
+        serving = asyncio.gather(*(self.trainers[rank].serve(ip, secret) for rank, ip in relays.servers.items()))
+        sources = tuple(await self._within(serving, "the trainer ranks to serve the relay"))
+        silence_s = workflow.watchdog_s / 2  # says more than the watchdog, so it comes first
+        mirrors = []
+        for at in relays.mirrors:
+            first = self.rollouts[at.replicas[0]]
+            route = MirrorRoute(at.path, sources, secret, workflow.keep_versions, silence_s, workflow.relay_delta)
+            await self._within(first.use_mirror(route), f"rollout{at.replicas[0]} to take the mirror of {at.ip}")
+            mirrors.append(Mirror(at.ip, at.replicas, first.fetch))
+        return mirrors
 
     async def _start_dock(self, secret: bytes) -> list[str]:
         """Addresses of the pairs, also left in the run folder for `asyncflow dock`."""

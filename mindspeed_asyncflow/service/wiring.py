@@ -19,6 +19,7 @@ from mindspeed_asyncflow.observe.trace import Tracer, configure
 from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.platforms.ports import HeldPort, hold_port
 from mindspeed_asyncflow.records import SamplingSpec
+from mindspeed_asyncflow.service.relays import RelayOfRank
 from mindspeed_asyncflow.workflow.publisher import Publisher
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
 from mindspeed_asyncflow.workflow.workers import ReferenceWorker, RolloutWorker, ScoreWorker
@@ -142,7 +143,7 @@ def hold_rendezvous_port() -> HeldPort:
     return _held
 
 
-def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay_path: str) -> TrainWorker:
+def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay: RelayOfRank) -> TrainWorker:
     from mindspeed_asyncflow.algorithms.policy_loss import make_policy_loss
     from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
     from mindspeed_asyncflow.reshard.relay import RelayWriter
@@ -169,17 +170,12 @@ def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay_path: str
         held_port=_held if rank == 0 else None,
     )
     plan = write_plan(engine.layout)
-    relay = RelayWriter(
-        relay_path,
-        plan.table(engine.layout, config.model.dtype),
-        rank,
-        range(config.trainer.world_size),
-        config.workflow.keep_versions,
-    )
+    table = plan.table(engine.layout, config.model.dtype)
+    writer = RelayWriter(relay.path, table, rank, relay.writers, config.workflow.keep_versions)
     publisher = Publisher(
         engine.shards,
         plan.ranks[rank],
-        relay,
+        writer,
         platform=engine.platform,
         device=engine.device,
         name=name,
