@@ -8,7 +8,7 @@ ranks ──write──► relay file ── server ──────►   mirr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_asyncflow.service.cleanup import shm_path
@@ -44,6 +44,13 @@ class Relays:
     ranks: tuple[RelayOfRank, ...]  # of every trainer rank
     servers: dict[int, str]  # the rank that serves its node's relay -> address to listen on
     mirrors: tuple[MirrorOfNode, ...]
+
+
+def over_loopback(places: Mapping[str, Place]) -> dict[str, Place]:
+    """The same places; where one node has all of them, processes listen where nobody else can reach them."""
+    if len({place.node for place in places.values()}) > 1:
+        return dict(places)
+    return {name: Place(place.node, "127.0.0.1") for name, place in places.items()}
 
 
 def plan_relays(trainers: Sequence[Place], replicas: Sequence[Place], *, always_mirror: bool = False) -> Relays:

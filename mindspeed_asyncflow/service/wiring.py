@@ -136,14 +136,14 @@ def leaders(config: Config) -> list[int]:
 _held: HeldPort | None = None  # in the process of trainer rank 0: the port of its rendezvous, from choosing to use
 
 
-def hold_rendezvous_port() -> HeldPort:
+def hold_rendezvous_port(host: str) -> HeldPort:
     """Choose and keep the port at which the trainer ranks meet; `build_trainer` in the same process takes it over."""
     global _held
-    _held = hold_port()
+    _held = hold_port(host=host)
     return _held
 
 
-def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay: RelayOfRank) -> TrainWorker:
+def build_trainer(spec: WorkerSpec, rank: int, master: tuple[str, int], relay: RelayOfRank) -> TrainWorker:
     from mindspeed_asyncflow.algorithms.policy_loss import make_policy_loss
     from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
     from mindspeed_asyncflow.reshard.relay import RelayWriter
@@ -162,8 +162,8 @@ def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay: RelayOfR
         loss_fn=make_policy_loss(config.algorithm),
         rank=rank,
         world_size=config.trainer.world_size,
-        master_address="127.0.0.1",
-        master_port=master_port,
+        master_address=master[0],
+        master_port=master[1],
         seed=config.run.seed,
         timeout_s=config.workflow.start_timeout_s,
         platform=config.run.platform,
@@ -193,14 +193,14 @@ def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay: RelayOfR
     )
 
 
-def build_pair(config: Config, secret: bytes, pair: int, arena_path: str) -> DockServer:
-    """Controller/warehouse pair number `pair`."""
+def build_pair(config: Config, secret: bytes, pair: int, arena_path: str, host: str) -> DockServer:
+    """Controller/warehouse pair number `pair`, which listens on `host`."""
     return DockServer(
         GRPO_COLUMNS,
         grpo_tasks(with_reference=config.algorithm.kl_coef > 0),
         arena_mb=config.dock.arena_mb,
         lease_s=config.dock.lease_s,
-        host="127.0.0.1",
+        host=host,
         port=config.dock.port + pair if config.dock.port else 0,
         secret=secret,
         pair=pair,

@@ -1,6 +1,6 @@
 """Which node gets a relay file, a server, a mirror: pure, from places of processes."""
 
-from mindspeed_asyncflow.service.relays import Place, plan_relays
+from mindspeed_asyncflow.service.relays import Place, over_loopback, plan_relays
 
 A, B, C = Place("a", "10.0.0.1"), Place("b", "10.0.0.2"), Place("c", "10.0.0.3")
 
@@ -34,3 +34,8 @@ def test_trainers_on_two_nodes_write_and_serve_a_file_each_and_every_replica_nee
 def test_a_mirror_can_be_asked_for_on_the_trainers_node():
     relays = plan_relays([A], [A, A], always_mirror=True)
     assert [(m.ip, m.replicas) for m in relays.mirrors] == [(A.ip, (0, 1))] and relays.servers == {0: A.ip}
+
+
+def test_processes_listen_on_the_loopback_as_long_as_one_node_has_them_all():
+    assert over_loopback({"driver": A, "dock0": A}) == {name: Place("a", "127.0.0.1") for name in ("driver", "dock0")}
+    assert over_loopback({"driver": A, "dock0": B}) == {"driver": A, "dock0": B}
