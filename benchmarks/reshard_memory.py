@@ -42,6 +42,7 @@ def swap(total_mb: int, repeats: int) -> dict[str, Any]:
         before = _memcpy(pairs)
         out = mover.out({OPTIMIZER: tensors})
         assert memory.usage()[OPTIMIZER] == 0, "swapped storages still have bytes"
+        assert memory.free_bytes >= 0.99 * BLOCKS * nbytes, "their pages are not free for other storages"
         back = mover.back()
         copy = max(before, _memcpy(pairs))
         rate = (out.copied_bytes + back.copied_bytes) / (out.seconds + back.seconds)

@@ -69,7 +69,8 @@ def _weights(config: Config, model: ModelShape) -> Iterator[str]:
     plan = write_plan(layout)
     shares = [plan.elements(rank) * width / MIB for rank in range(layout.world_size)]
     yield f"trainer {layout.label}: each rank writes {min(shares):.1f} to {max(shares):.1f} MiB of it to the relay"
-    yield f"{config.workflow.keep_versions} versions are kept; replicas load as {config.workflow.update} says"
+    yield f"{config.workflow.keep_versions} versions are kept in the relay, which has memory for one more"
+    yield f"replicas load as {config.workflow.update} says"
 
 
 def _processes(config: Config, machine: Machine) -> Iterator[str]:

@@ -167,7 +167,7 @@ def memory_bytes(config: Config, machine: Machine, model: ModelShape | None) -> 
     }
     count = model.parameters if model else 0
     width = DTYPE_BYTES[config.model.dtype]
-    parts["weight relay"] = config.workflow.keep_versions * count * width
+    parts["weight relay"] = (config.workflow.keep_versions + 1) * count * width  # one is written
     if not on_npu(config, machine):
         parts["key/value caches"] = r.replicas * r.kv_cache_mb * MIB
         parts["rollout weights"] = r.replicas * count * width

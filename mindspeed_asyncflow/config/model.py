@@ -155,65 +155,89 @@ class ModelShape:
 
 
 def describe(config: Mapping[str, Any]) -> ModelShape:
-    """The model of a Hugging Face config.json. Raises `ConfigError` for an unknown family or a missing size."""
+    """The model of a Hugging Face config.json. Raises `ConfigError` for an unknown family, a size that is missing or no
+    positive whole number, and for what trainer and layouts do not know."""
     family = config.get("model_type")
     makers = {"qwen2": _dense, "qwen3": _dense, "qwen3_moe": _qwen_moe, "deepseek_v3": _deepseek}
     if family not in makers:
         raise ConfigError(f"model_type {family!r}: layouts are known for {', '.join(sorted(makers))}")
-    try:
-        return makers[family](config)
-    except KeyError as error:
-        raise ConfigError(f"config.json of model_type {family!r} has no {error.args[0]!r}") from None
+    if family != "qwen2" and config.get("attention_bias"):
+        raise ConfigError(f"config.json: attention_bias is not supported for model_type {family!r}")
+    model = makers[family](config)
+    if model.latent is None and model.heads % model.kv_heads:
+        raise ConfigError(
+            f"config.json: num_key_value_heads={model.kv_heads} does not divide num_attention_heads={model.heads}"
+        )
+    return model
 
 
-def _common(config: Mapping[str, Any]) -> dict[str, Any]:
-    heads = config["num_attention_heads"]
+def _size(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+    """`config[key]` as a whole number; an absent one or null is `default`, where there is one."""
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if key not in config:
+        raise ConfigError(f"config.json of model_type {config.get('model_type')!r} has no {key!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"config.json: {key}={value!r} must be a whole number of at least {least}")
+    return value
+
+
+def _common(config: Mapping[str, Any], head_dim: int | None = None) -> dict[str, Any]:
+    heads = _size(config, "num_attention_heads")
     return dict(
         family=config["model_type"],
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
+        layers=_size(config, "num_hidden_layers"),
+        hidden=_size(config, "hidden_size"),
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        ffn=config["intermediate_size"],
-        vocab=config["vocab_size"],
+        kv_heads=_size(config, "num_key_value_heads", heads),
+        head_dim=head_dim or _size(config, "head_dim"),
+        ffn=_size(config, "intermediate_size"),
+        vocab=_size(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
     )
 
 
 def _dense(config: Mapping[str, Any]) -> ModelShape:
-    old = config["model_type"] == "qwen2"  # biases on Q, K and V; Qwen3 has norms there instead
-    return ModelShape(**_common(config), qkv_bias=old or bool(config.get("attention_bias")), qk_norm=not old)
+    if config["model_type"] == "qwen3":
+        return ModelShape(**_common(config), qkv_bias=False, qk_norm=True)
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    head_dim = _size(config, "head_dim", hidden // heads)
+    if head_dim < 1:
+        raise ConfigError(f"config.json: hidden_size={hidden} is too small for num_attention_heads={heads}")
+    return ModelShape(**_common(config, head_dim), qkv_bias=True, qk_norm=False)
 
 
 def _qwen_moe(config: Mapping[str, Any]) -> ModelShape:
-    step = config.get("decoder_sparse_step", 1)
-    dense = {n for n in range(config["num_hidden_layers"]) if (n + 1) % step} | set(config.get("mlp_only_layers") or ())
+    step, layers = _size(config, "decoder_sparse_step", 1), _size(config, "num_hidden_layers")
+    dense = {n for n in range(layers) if (n + 1) % step} | set(config.get("mlp_only_layers") or ())
     experts = Experts(
-        count=config.get("num_experts") or config["num_local_experts"],  # transformers 5 writes the second
-        width=config["moe_intermediate_size"],
+        count=_size(config, "num_local_experts" if "num_local_experts" in config else "num_experts"),
+        width=_size(config, "moe_intermediate_size"),
         shared_width=0,
         bias=False,
         dense_layers=frozenset(dense),
     )
-    return ModelShape(**_common(config), qkv_bias=bool(config.get("attention_bias")), qk_norm=True, experts=experts)
+    return ModelShape(**_common(config), qkv_bias=False, qk_norm=True, experts=experts)
 
 
 def _deepseek(config: Mapping[str, Any]) -> ModelShape:
+    if config.get("moe_layer_freq", 1) != 1:
+        raise ConfigError(f"config.json: moe_layer_freq={config['moe_layer_freq']!r} is not supported, only 1")
     latent = Latent(
-        q_rank=config.get("q_lora_rank") or 0,
-        kv_rank=config["kv_lora_rank"],
-        nope=config["qk_nope_head_dim"],
-        rope=config["qk_rope_head_dim"],
-        value=config["v_head_dim"],
+        q_rank=0 if config.get("q_lora_rank", 0) is None else _size(config, "q_lora_rank"),
+        kv_rank=_size(config, "kv_lora_rank"),
+        nope=_size(config, "qk_nope_head_dim"),
+        rope=_size(config, "qk_rope_head_dim"),
+        value=_size(config, "v_head_dim"),
     )
-    width = config["moe_intermediate_size"]
+    width = _size(config, "moe_intermediate_size")
     experts = Experts(
-        count=config["n_routed_experts"],
+        count=_size(config, "n_routed_experts"),
         width=width,
-        shared_width=width * (config.get("n_shared_experts") or 0),
+        shared_width=width * _size(config, "n_shared_experts", 0 if "n_shared_experts" in config else None, least=0),
         bias=True,
-        dense_layers=frozenset(range(config.get("first_k_dense_replace", 0))),
+        dense_layers=frozenset(range(_size(config, "first_k_dense_replace", least=0))),
     )
-    common = _common(config) | {"head_dim": latent.nope + latent.rope}
+    common = _common(config, latent.nope + latent.rope)
     return ModelShape(**common, qkv_bias=False, qk_norm=False, latent=latent, experts=experts)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
-from mindspeed_asyncflow.config.model import ModelShape, describe
+from mindspeed_asyncflow.config.model import Experts, ModelShape, describe
 from mindspeed_asyncflow.config.schema import TrainerConfig
 from mindspeed_asyncflow.errors import ConfigError
 
@@ -52,6 +52,9 @@ class TrainParallel:
     def experts_tensor(self) -> int:
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 
+    def __post_init__(self) -> None:
+        _require_positive(self)
+
     def __str__(self) -> str:
         sizes = [("TP", self.tensor), ("PP", self.pipeline), ("VPP", self.virtual), ("CP", self.context)]
         sizes += [("DP", self.data), ("EP", self.expert)]
@@ -69,6 +72,9 @@ class RolloutParallel:
     expert: bool = False  # whole experts are dealt over the tensor x data ranks of a replica; else their width is cut
     replicas: int = 1
 
+    def __post_init__(self) -> None:
+        _require_positive(self)
+
     @property
     def world_size(self) -> int:
         return self.tensor * self.data * self.replicas
@@ -80,6 +86,47 @@ class RolloutParallel:
 
 # ---- refusals that name the setting, the reason and the nearest legal sizes ------------------------------------------
 
+KNOBS = {  # settings behind the fields; a field without one has its own name
+    "tensor": "tensor_parallel",
+    "pipeline": "pipeline_parallel",
+    "virtual": "virtual_pipeline",
+    "expert": "expert_parallel",
+}
+
+
+class _Problem(NamedTuple):
+    """Why one size cannot be."""
+
+    field: str
+    reason: str
+    largest: int  # no larger size could be legal
+    otherwise: str = ""  # what else would do
+
+
+Problems = Callable[[Any], Iterator[_Problem]]
+
+
+def _refuse(side: str, parallel: Any, problems: Problems) -> None:
+    """Raise `ConfigError` for the first problem. A size is legal when no rule at all speaks against it."""
+    problem = next(problems(parallel), None)
+    if problem is None:
+        return
+    field, size = problem.field, getattr(parallel, problem.field)
+
+    def is_legal(n: int) -> bool:
+        return all(p.field != field for p in problems(replace(parallel, **{field: n})))
+
+    legal = nearest(1 if size is None else size, is_legal, problem.largest)
+    knob = f"{side}.{KNOBS.get(field, field)}"
+    raise ConfigError(f"{knob}={size} {problem.reason}; nearest legal: {legal}{problem.otherwise}")
+
+
+def _require_positive(parallel: Any) -> None:
+    for part in fields(parallel):
+        value = getattr(parallel, part.name)
+        if part.type in ("int", "int | None") and value is not None and value < 1:
+            raise ConfigError(f"{type(parallel).__name__}.{part.name}={value}: sizes are whole numbers from 1")
+
 
 def nearest(wanted: int, is_legal: Callable[[int], bool], largest: int) -> str:
     """The legal sizes closest to `wanted` from below and from above, as text; sizes up to `largest` are tried."""
@@ -88,32 +135,26 @@ def nearest(wanted: int, is_legal: Callable[[int], bool], largest: int) -> str:
     return " or ".join(str(n) for n in (below, above) if n is not None) or "none"
 
 
-def divides(knob: str, size: int, what: str, number: int, otherwise: str = "") -> None:
-    """Raise `ConfigError` unless `number` can be cut into `size` equal parts."""
-    if number % size:
-        legal = nearest(size, lambda n: number % n == 0, number)
-        raise ConfigError(
-            f"{knob}={size} does not divide the model's {what} ({number}); nearest legal: {legal}{otherwise}"
-        )
-
-
-def serves_kv_heads(knob: str, size: int, model: ModelShape) -> None:
-    """Raise `ConfigError` unless ranks have whole key/value heads, or whole heads have several ranks."""
-    kv_heads, heads = model.kv_heads, model.heads
-
-    def is_legal(n: int) -> bool:
-        return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-
-    if not is_legal(size):
-        raise ConfigError(
-            f"{knob}={size} is neither a divisor nor a multiple of the model's key/value heads ({kv_heads}); nearest "
-            f"legal: {nearest(size, is_legal, heads)}"
-        )
-
-
 def balanced_split(layers: int, stages: int) -> list[int]:
     """Layers of each stage, as equal as can be, larger stages first: 7 over 2 is [4, 3]."""
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+
+
+def _undivided(what: str, number: int) -> str:
+    return f"does not divide the model's {what} ({number})"
+
+
+def _attention_problems(model: ModelShape, tp: int) -> Iterator[_Problem]:
+    """Rules that trainer and rollout share."""
+    if model.heads % tp:
+        yield _Problem("tensor", _undivided("attention heads", model.heads), model.heads)
+    if model.latent is None and model.kv_heads % tp and tp % model.kv_heads:
+        reason = f"is neither a divisor nor a multiple of the model's key/value heads ({model.kv_heads})"
+        yield _Problem("tensor", reason, model.heads)
+    if (model.experts is None or model.experts.dense_layers) and model.ffn % tp:
+        yield _Problem("tensor", _undivided("feed-forward width", model.ffn), model.heads)
+    if model.experts is not None and model.experts.shared_width % tp:
+        yield _Problem("tensor", _undivided("shared expert width", model.experts.shared_width), model.heads)
 
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
@@ -121,10 +162,14 @@ def balanced_split(layers: int, stages: int) -> list[int]:
 
 def check_parallel(model: Mapping[str, Any], trainer: TrainerConfig) -> None:
     """Raise `ConfigError` when `model` (a Hugging Face config.json) cannot be cut as `trainer` asks."""
-    shape, tp = describe(model), trainer.tensor_parallel
+    shape, tp, cp = describe(model), trainer.tensor_parallel, trainer.context_parallel
     check_train(shape, TrainParallel.of(trainer))
-    heads = f"attention heads per tensor rank (TP={tp})"
-    divides("trainer.context_parallel", trainer.context_parallel, heads, shape.heads // tp)
+    heads = shape.heads // tp
+    if heads % cp:
+        raise ConfigError(
+            f"trainer.context_parallel={cp} {_undivided(f'attention heads per tensor rank (TP={tp})', heads)}; nearest "
+            f"legal: {nearest(cp, lambda n: heads % n == 0, heads)}"
+        )
     if trainer.sequence_parallel and tp == 1:
         raise ConfigError("trainer.sequence_parallel needs trainer.tensor_parallel >= 2; set it to false")
     if shape.experts is not None and tp > 1 and not trainer.sequence_parallel:
@@ -133,39 +178,70 @@ def check_parallel(model: Mapping[str, Any], trainer: TrainerConfig) -> None:
 
 def check_train(model: ModelShape, parallel: TrainParallel) -> None:
     """Raise `ConfigError` when megatron could not cut `model` like this."""
-    knob, tp = "trainer.tensor_parallel", parallel.tensor
-    divides(knob, tp, "attention heads", model.heads)
-    if model.latent is None:
-        serves_kv_heads(knob, tp, model)
-    elif parallel.split_latent_down:
-        divides(knob, tp, "q_lora_rank", model.latent.q_rank)
-        divides(knob, tp, "kv_lora_rank + qk_rope_head_dim", model.latent.kv_rank + model.latent.rope)
-    if model.experts is None or model.experts.dense_layers:
-        divides(knob, tp, "feed-forward width", model.ffn)
+    _refuse("trainer", parallel, lambda sizes: _train_problems(model, sizes))
+    if parallel.virtual > 1 and parallel.pipeline == 1:
+        raise ConfigError("trainer.virtual_pipeline needs trainer.pipeline_parallel >= 2; leave it out")
+    if parallel.pipeline_layers is not None:
+        _check_pipeline_layers(model.layers, parallel, list(parallel.pipeline_layers))
+    if model.experts is None and parallel.expert > 1:
+        raise ConfigError(f"trainer.expert_parallel={parallel.expert}, but the model has no experts; set it to 1")
+
+
+def _train_problems(model: ModelShape, parallel: TrainParallel) -> Iterator[_Problem]:
+    tp = parallel.tensor
+    yield from _attention_problems(model, tp)
+    fused = (model.heads + 2 * model.kv_heads) * model.head_dim
+    if model.latent is None and fused % tp:
+        yield _Problem("tensor", _undivided("rows of fused queries, keys and values", fused), model.heads)
+    if model.latent is not None and parallel.split_latent_down:
+        rows = model.latent.kv_rank + model.latent.rope
+        for what, number in (("q_lora_rank", model.latent.q_rank), ("kv_lora_rank + qk_rope_head_dim", rows)):
+            if number % tp:
+                yield _Problem("tensor", _undivided(what, number), model.heads)
     if parallel.vocab_multiple is not None and parallel.vocab_multiple % tp:
-        raise ConfigError(
-            f"a vocabulary padded to a multiple of {parallel.vocab_multiple} cannot be cut by {knob}={tp}"
+        reason = f"does not divide {parallel.vocab_multiple}, of which the vocabulary is a multiple"
+        yield _Problem("tensor", reason, model.heads)
+    if parallel.pipeline_layers is None:
+        yield from _pipeline_problems(model.layers, parallel)
+    if model.experts is not None:
+        yield from _expert_problems(model.experts, parallel)
+
+
+def _pipeline_problems(layers: int, parallel: TrainParallel) -> Iterator[_Problem]:
+    pp, virtual = parallel.pipeline, parallel.virtual
+    uneven = ""
+    if layers >= pp * virtual:
+        uneven = f", or uneven stages: trainer.pipeline_layers={balanced_split(layers, pp * virtual)}"
+    if layers % pp:
+        yield _Problem("pipeline", _undivided("layers", layers), layers, uneven)
+    elif layers // pp % virtual:
+        what = f"layers per pipeline rank (PP={pp})"
+        yield _Problem("virtual", _undivided(what, layers // pp), layers // pp, uneven)
+
+
+def _expert_problems(experts: Experts, parallel: TrainParallel) -> Iterator[_Problem]:
+    wide, etp, ep = "tensor", parallel.experts_tensor, parallel.expert
+    if parallel.expert_tensor is not None:
+        wide = "expert_tensor"
+    if experts.width % etp:
+        yield _Problem(wide, _undivided("expert width", experts.width), experts.width)
+    ranks, rest = divmod(parallel.stage_ranks, etp)
+    if rest:
+        yield _Problem(wide, f"does not divide the {parallel.stage_ranks} ranks of a pipeline stage", experts.width)
+    if experts.count % ep:
+        yield _Problem("expert", _undivided("experts", experts.count), experts.count)
+    elif ranks % ep:
+        reason = (
+            f"does not divide the {ranks} ranks of a pipeline stage out of which it is carved (tensor x context x data "
+            "/ expert tensor)"
         )
-    stage_layers(model, parallel)
-    _check_experts(model, parallel)
+        yield _Problem("expert", reason, experts.count)
 
 
 def stage_layers(model: ModelShape, parallel: TrainParallel) -> list[range]:
-    """Global layer numbers of each stage in model order. Raises `ConfigError` for a split that misses a layer."""
-    layers, pp, virtual = model.layers, parallel.pipeline, parallel.virtual
-    if virtual > 1 and pp == 1:
-        raise ConfigError("trainer.virtual_pipeline needs trainer.pipeline_parallel >= 2; leave it out")
-    stages = pp * virtual
-    if parallel.pipeline_layers is not None:
-        counts = list(parallel.pipeline_layers)
-        _check_pipeline_layers(layers, parallel, counts)
-    else:
-        uneven = ""
-        if layers >= stages:
-            uneven = f", or uneven stages: trainer.pipeline_layers={balanced_split(layers, stages)}"
-        divides("trainer.pipeline_parallel", pp, "layers", layers, uneven)
-        divides("trainer.virtual_pipeline", virtual, f"layers per pipeline rank (PP={pp})", layers // pp, uneven)
-        counts = [layers // stages] * stages
+    """Global layer numbers of each stage in model order, for sizes that `check_train` has passed."""
+    stages = parallel.pipeline * parallel.virtual
+    counts = parallel.pipeline_layers or [model.layers // stages] * stages
     starts = [sum(counts[:stage]) for stage in range(stages)]
     return [range(start, start + count) for start, count in zip(starts, counts)]
 
@@ -186,51 +262,22 @@ def _check_pipeline_layers(layers: int, parallel: TrainParallel, counts: list[in
     )
 
 
-def _check_experts(model: ModelShape, parallel: TrainParallel) -> None:
-    experts, knob, ep = model.experts, "trainer.expert_parallel", parallel.expert
-    if experts is None:
-        if ep > 1:
-            raise ConfigError(f"{knob}={ep}, but the model has no experts; set it to 1")
-        return
-    wide = "trainer.tensor_parallel" if parallel.expert_tensor is None else "expert tensor parallel"
-    divides(wide, parallel.experts_tensor, "expert width", experts.width)
-    divides("trainer.tensor_parallel", parallel.tensor, "shared expert width", experts.shared_width)
-    divides(knob, ep, "experts", experts.count)
-    ranks, rest = divmod(parallel.stage_ranks, parallel.experts_tensor)
-    if rest:
-        raise ConfigError(
-            f"expert tensor parallel={parallel.experts_tensor} does not divide the {parallel.stage_ranks} ranks of a "
-            f"stage; nearest legal: {nearest(parallel.experts_tensor, lambda n: parallel.stage_ranks % n == 0, ranks)}"
-        )
-    if ranks % ep:
-        legal = nearest(ep, lambda n: ranks % n == 0 and experts.count % n == 0, ranks)
-        raise ConfigError(
-            f"{knob}={ep} does not divide the {ranks} ranks of a pipeline stage out of which it is carved (tensor x "
-            f"context x data / expert tensor); nearest legal: {legal}"
-        )
-
-
 # ---- rollout ---------------------------------------------------------------------------------------------------------
 
 
 def check_rollout(model: ModelShape, parallel: RolloutParallel) -> None:
     """Raise `ConfigError` when vLLM could not cut `model` like this."""
-    knob, tp, experts = "rollout.tensor_parallel", parallel.tensor, model.experts
-    divides(knob, tp, "attention heads", model.heads)
-    if model.latent is None:
-        serves_kv_heads(knob, tp, model)
-    if experts is None or experts.dense_layers:
-        divides(knob, tp, "feed-forward width", model.ffn)
-    if experts is None:
-        if parallel.expert:
-            raise ConfigError("rollout deals out experts, but the model has none; switch expert parallel off")
+    if model.experts is None and parallel.expert:
+        raise ConfigError("rollout deals out experts, but the model has none; switch expert parallel off")
+    _refuse("rollout", parallel, lambda sizes: _rollout_problems(model, sizes))
+
+
+def _rollout_problems(model: ModelShape, parallel: RolloutParallel) -> Iterator[_Problem]:
+    yield from _attention_problems(model, parallel.tensor)
+    if model.experts is None:
         return
-    ranks = tp * parallel.data
-    divides(knob, tp, "shared expert width", experts.shared_width)
-    if not parallel.expert:
-        divides("rollout tensor x data parallel", ranks, "expert width", experts.width)
-    elif ranks > experts.count:
-        legal = nearest(ranks, lambda n: n % tp == 0, experts.count)
-        raise ConfigError(
-            f"rollout tensor x data parallel={ranks} is more than the {experts.count} experts; nearest legal: {legal}"
-        )
+    ranks, width, count = parallel.tensor * parallel.data, model.experts.width, model.experts.count
+    if not parallel.expert and width % ranks:
+        yield _Problem("data", f"x tensor parallel={parallel.tensor} {_undivided('expert width', width)}", width)
+    elif parallel.expert and ranks > count:
+        yield _Problem("data", f"x tensor parallel={parallel.tensor} is more than the {count} experts", count)

@@ -131,7 +131,7 @@ class WorkflowConfig(Section):
         "same, one replica at a time; in_flight: at once, running answers go on with them.",
     )
     keep_versions: int = Field(
-        3, ge=2, description="Weight versions in shared memory, more than max_lag; the oldest is overwritten."
+        3, ge=2, description="Weight versions in shared memory, beside the one being written; more than max_lag."
     )
     relay: Literal["auto", "mirror"] = Field(
         "auto",

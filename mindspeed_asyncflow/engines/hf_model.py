@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from mindspeed_asyncflow.config.model import HEAD
 from mindspeed_asyncflow.engines.step_backend import WantedWeight
-from mindspeed_asyncflow.engines.weights import TIED_HEAD, read_folder
+from mindspeed_asyncflow.engines.weights import read_folder
 from mindspeed_asyncflow.errors import DataError, WeightSyncError
 from mindspeed_asyncflow.platforms.memory import GENERATION_WEIGHTS, KV_CACHE, DeviceMemory, HostPool
 from mindspeed_asyncflow.records import WeightManifest
-from mindspeed_asyncflow.reshard.relay import RelayReader
+from mindspeed_asyncflow.reshard.relay import feed
 from mindspeed_asyncflow.reshard.swap import HostSwap
 
 _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight")
@@ -80,17 +82,17 @@ class HostModel:
         """Copy one relay version over the weights and return its fingerprint. Raises `WeightSyncError`."""
         if any(t.untyped_storage().nbytes() == 0 for t in self._weights):
             raise WeightSyncError("the weights have no memory to be loaded into; restart the engine")
-        reader = RelayReader(manifest)
-        fingerprint = reader.verify()
-        for name, tensor in reader:
-            self._target(name).copy_(tensor)
-        reader.check()  # the writer must not have recycled the slot while we copied
-        return fingerprint
+
+        def copy(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for name, tensor in tensors:
+                self._target(name).copy_(tensor)
+
+        return feed(manifest, copy)
 
     def weights_wanted(self) -> tuple[WantedWeight, ...]:
         wanted = []
         for name, shape in self.weights.shapes.items():
-            if not (name == TIED_HEAD and self.weights.tied):
+            if not (name == HEAD and self.weights.tied):
                 wanted.append(WantedWeight(name, self._dtype_of(name), shape))
         return tuple(wanted)
 
@@ -134,7 +136,7 @@ class HostModel:
         gate and up [E, 2I, H], down [E, H, I]."""
         if name in self._parameters:
             return self._parameters[name]
-        if name == TIED_HEAD and self.weights.tied:
+        if name == HEAD and self.weights.tied:
             return self._model.get_input_embeddings().weight
         match = _EXPERT.fullmatch(name)
         fused = match and ("down_proj" if match["part"] == "down" else "gate_up_proj")

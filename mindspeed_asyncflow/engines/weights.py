@@ -9,11 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mindspeed_asyncflow.config.model import EMBEDDING, HEAD
 from mindspeed_asyncflow.errors import DataError, EngineError, WeightSyncError
 from mindspeed_asyncflow.records import WeightManifest
-
-TIED_HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class FolderWeights:
         A tied head may be present or absent on either side.
         """
         given = {p.name: p.shape for p in manifest.params}
-        optional = {TIED_HEAD} if self.tied else set()
+        optional = {HEAD} if self.tied else set()
         missing = sorted(self.shapes.keys() - given.keys() - optional)
         unknown = sorted(given.keys() - self.shapes.keys() - optional)
         if missing or unknown:

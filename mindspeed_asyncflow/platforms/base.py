@@ -47,6 +47,10 @@ class Platform(Protocol):
         """Give an empty storage `nbytes` bytes of undefined contents."""
         ...
 
+    def free_bytes(self) -> int:
+        """Bytes that the device allocator of this process holds unused, for the next storage."""
+        ...
+
     def free_unused(self) -> None:
         """Hand what the device allocator holds unused to the other processes of this device."""
         ...

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from mindspeed_asyncflow.errors import PlatformError
-from mindspeed_asyncflow.platforms.cpu_pages import PageCache
+from mindspeed_asyncflow.platforms.cpu_pages import PagePool
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_PAGES = PageCache()  # one for the process, like malloc
+_PAGES = PagePool()  # one for the process, like malloc
 
 
 def resident_bytes() -> tuple[int, int]:
@@ -74,8 +74,11 @@ class CpuPlatform:
         if nbytes:
             _PAGES.put(storage.data_ptr(), nbytes)
 
+    def free_bytes(self) -> int:
+        return _PAGES.nbytes
+
     def free_unused(self) -> None:
-        """Kept pages are this platform's device memory: they stay for the next block."""
+        """The pool is this platform's device memory: it stays for the next block."""
 
     def pinned(self, nbytes: int) -> Any:
         import torch

@@ -1,8 +1,9 @@
 """Device memory by kind of use, measured from the storages themselves, and the host buffers it is swapped to.
 
-On a CPU "device memory" is an accounted arena: the storages registered here, as opposed to the buffers of a
-`HostPool`. Nothing is declared: every figure is the sum of `nbytes` of storages that are alive when one asks, each
-counted once however many tensors look into it. `DeviceMemory.census` finds the live tensors without these books.
+On a CPU "device memory" is an accounted arena: the storages registered here and the pages that released ones left for
+the next (`DeviceMemory.free_bytes`), as opposed to the buffers of a `HostPool`. Nothing is declared: every figure is
+the sum of `nbytes` of storages that are alive when one asks, each counted once however many tensors look into it.
+`DeviceMemory.census` finds the live tensors without these books.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -52,19 +53,26 @@ class DeviceMemory:
     def adopt(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
         """Count the storages of `tensors` as `kind`; those that are counted so already change nothing.
 
-        Raises `PlatformError` for an unknown kind and for a storage that is counted as another kind.
+        Raises `PlatformError`, with nothing changed, for an unknown kind and for a storage that is counted as another.
         """
+        self.adopt_all({kind: tensors})
+
+    def adopt_all(self, tensors: Mapping[str, Iterable[torch.Tensor]]) -> None:
+        """`adopt` for several kinds: all storages are counted or none."""
         with self._lock:
-            books = self._book(kind)
-            for tensor in tensors:
-                ref = StorageWeakRef(tensor.untyped_storage())
-                if ref.cdata in books:
-                    continue
-                other = next((k for k, known in self._kinds.items() if ref.cdata in known), None)
-                if other is not None:
-                    nbytes = tensor.untyped_storage().nbytes()
-                    raise PlatformError(f"a storage of {nbytes} bytes is counted as {other}, not {kind}")
-                books[ref.cdata] = ref
+            found: dict[int, tuple[str, StorageWeakRef]] = {}
+            for kind, members in tensors.items():
+                self._book(kind)
+                for tensor in members:
+                    ref = StorageWeakRef(tensor.untyped_storage())
+                    known = (k for k, books in self._kinds.items() if ref.cdata in books)
+                    other, _ = found.get(ref.cdata) or (next(known, kind), ref)
+                    if other != kind:
+                        nbytes = tensor.untyped_storage().nbytes()
+                        raise PlatformError(f"a storage of {nbytes} bytes is counted as {other}, not {kind}")
+                    found[ref.cdata] = (kind, ref)
+            for key, (kind, ref) in found.items():
+                self._kinds[kind].setdefault(key, ref)
             self._note_peak()
 
     def empty(self, kind: str, nbytes: int) -> torch.Tensor:
@@ -133,6 +141,12 @@ class DeviceMemory:
     def total(self) -> int:
         """Bytes of all kinds."""
         return sum(self.usage().values())
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that no storage has, held by the device allocator of this process for the next one: what it has from
+        the system is `total` and these."""
+        return self.platform.free_bytes()
 
     @property
     def peak(self) -> int:

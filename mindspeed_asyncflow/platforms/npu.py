@@ -78,6 +78,12 @@ class NpuPlatform:
     def restore_storage(self, storage: Any, nbytes: int) -> None:
         storage.resize_(nbytes)
 
+    def free_bytes(self) -> int:
+        import torch
+
+        npu = torch.npu  # type: ignore[attr-defined]
+        return int(npu.memory_reserved()) - int(npu.memory_allocated())
+
     def free_unused(self) -> None:
         import torch
 

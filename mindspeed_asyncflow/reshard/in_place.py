@@ -6,7 +6,7 @@
         2 generation buffers allocated by their engine
         3 buffers filled by the plan, shard to shard             at the same time train weights are copied to host
         4 train weights freed                                    exposed only as far as 3 is shorter
-        5 the engine drops its caches, names its fingerprint and serves
+        5 the engine drops its caches and names its fingerprint; when all ranks are so far, they serve
       to_training()
         1 generation weights and caches dropped
         2 train weights, optimizer: copied back; gradients: zeros
@@ -23,9 +23,9 @@ from `DeviceMemory`, which measures storages.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -46,6 +46,7 @@ from mindspeed_asyncflow.reshard.swap import HostSwap
 from mindspeed_asyncflow.reshard.topology import Topology
 from mindspeed_asyncflow.reshard.transfer import TransferReport, agree, run
 
+T = TypeVar("T")
 RUNNING, PAUSED, SLEEPING, UPDATING, DIRTY = "RUNNING", "PAUSED", "SLEEPING", "UPDATING", "DIRTY"
 
 
@@ -66,6 +67,9 @@ class FilledEngine(Protocol):
     @property
     def state(self) -> str: ...
 
+    @property
+    def version(self) -> int: ...
+
     def weights_wanted(self) -> Sequence[tuple[str, str, tuple[int, ...]]]: ...
 
     def generation_buffers(self) -> Mapping[str, torch.Tensor]: ...
@@ -77,6 +81,8 @@ class FilledEngine(Protocol):
     def pause(self, mode: str = "keep", clear_cache: bool = True) -> None: ...
 
     def resume(self) -> None: ...
+
+    def abort(self) -> None: ...
 
     def sleep(self, level: int = 1) -> None: ...
 
@@ -97,6 +103,16 @@ class ReshardReport:
     peak_bytes: int  # from the first allocation of the way on, all kinds together
     identity_bytes: int  # train shard + generation shard + one bucket
     fingerprint: str = ""  # of the generation shard, as its engine computed it
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What a fill reads and writes, and what it took to make room for it."""
+
+    copied_bytes: int  # to the host so far
+    identity_bytes: int
+    shards: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
 
 
 class InPlace:
@@ -126,15 +142,13 @@ class InPlace:
                 f"in place, trainer ({train.layout.label}) and rollout ({rollout_layout.label}) share their devices: "
                 f"{train.layout.world_size} and {rollout_layout.world_size} ranks must be the same number"
             )
-        self._train, self._rollout, self._target = train, rollout, rollout_layout
+        self._train, self._rollout = train, rollout
+        self._source, self._target = train.layout, rollout_layout
         self._rank, self._memory, self._group, self._timeout_s = rank, memory, group, timeout_s
-        own: dict[str, torch.dtype] = {}
-        failed = None
-        try:
-            own = _check_wanted(rollout.weights_wanted(), rollout_layout, rank)
-        except WeightSyncError as error:  # the other ranks are told, then all raise
-            failed = error
-        self._agree(failed, "comparing its engine's weights with the layout")
+        own = self._together(
+            lambda: _check_wanted(rollout.weights_wanted(), rollout_layout, rank),
+            "comparing its engine's weights with the layout",
+        )
         self._dtype, self._other_dtypes = agree_on_dtypes(
             own, rollout_layout.tensors, rank=rank, device=memory.platform.device(), group=group, timeout_s=timeout_s
         )
@@ -153,74 +167,108 @@ class InPlace:
     def to_generation(self, version: int) -> ReshardReport:
         """Fill the generation weights with the trainer's and serve them as `version`. Collective.
 
-        Raises on every rank when any rank failed. The train state is then back on the device and the rollout engine
-        asleep without weights: DIRTY if woken, until the next `to_generation`.
+        Raises on every rank when any rank failed, and names the first that did; no engine has answered with the new
+        weights then, unless one could not resume. The train state is back on the device and the rollout engine asleep
+        without weights: DIRTY if woken, until the next `to_generation`; its requests are aborted. What goes wrong on
+        the way back is noted at the error. A turn that is refused, because `version` is older than the served one or
+        the train state is out already, changes nothing.
         """
-        if self.generating:
-            raise WeightSyncError(f"version {version}: the train state is on the host already; call to_training first")
         clock, before = _Clock(), self._memory.usage()
-        state = self._train.train_state()
+        state = self._together(lambda: self._begin(version), f"beginning the turn to version {version}")
         try:
-            copied, buffers = self._make_room(state, clock)
-            identity = _storage_bytes(state[TRAIN_WEIGHTS]) + _storage_bytes(buffers.values()) + self.plan.bucket_bytes
-            self._weight_swap.start_out({TRAIN_WEIGHTS: state[TRAIN_WEIGHTS]}, hold=(TRAIN_WEIGHTS,))
-            try:
-                transfer = self._fill(buffers)
-            finally:
-                clock.note("fill")
-                copied += self._weight_swap.wait(self._timeout_s).copied_bytes
-            clock.note("swap")
-            served = self._rollout.loaded(version)
-            if self._rollout.state == PAUSED:
-                self._rollout.resume()
+            room = self._together(lambda: self._make_room(state, clock), "making room for generation weights")
+            clock.note("load")
+            transfer = self._fill(room)
+            clock.note("fill")
+            copied, fingerprint = self._together(lambda: self._take_over(version, clock), "taking over the weights")
+            self._together(self._rollout.resume, "resuming")
             clock.note("load")
         except Exception as error:  # boundary: train state comes back before anybody hears of it
             self._undo(error)
             raise
         return ReshardReport(
             version=version, seconds=clock.seconds, swap_exposed_s=clock.spent["swap"], fill_s=clock.spent["fill"],
-            load_s=clock.spent["load"], swapped_bytes=copied, transfer=transfer, usage_before=before,
-            usage_after=self._memory.usage(), peak_bytes=self._memory.peak, identity_bytes=identity,
-            fingerprint=served.fingerprint,
+            load_s=clock.spent["load"], swapped_bytes=room.copied_bytes + copied, transfer=transfer,
+            usage_before=before, usage_after=self._memory.usage(), peak_bytes=self._memory.peak,
+            identity_bytes=room.identity_bytes, fingerprint=fingerprint,
         )  # fmt: skip
 
-    def _make_room(
-        self, state: Mapping[str, Sequence[torch.Tensor]], clock: _Clock
-    ) -> tuple[int, Mapping[str, torch.Tensor]]:
-        """Gradients and optimizer leave, generation buffers come: (bytes copied to the host, buffers). Collective, so
-        that no rank waits in the fill for one that has no room."""
-        copied, failed = 0, None
-        buffers: Mapping[str, torch.Tensor] = {}
-        try:
-            copied = self._state_swap.out({kind: state.get(kind, ()) for kind in (GRADIENTS, OPTIMIZER)}).copied_bytes
-            clock.note("swap")
-            self._memory.reset_peak()
-            buffers = self._rollout.generation_buffers()
-        except Exception as error:  # boundary: the other ranks are told, then all raise
-            failed = error
-        self._agree(failed, "making room for generation weights")
-        clock.note("load")
-        return copied, buffers
+    def _begin(self, version: int) -> Mapping[str, Sequence[torch.Tensor]]:
+        """The train state. Raises `WeightSyncError` for a turn that cannot be made."""
+        if self.generating:
+            raise WeightSyncError(f"version {version}: the train state is on the host already; call to_training first")
+        if version < self._rollout.version:
+            raise WeightSyncError(
+                f"version {version} refused: version {self._rollout.version} was served and versions only rise"
+            )
+        return self._train.train_state()
 
-    def _fill(self, buffers: Mapping[str, torch.Tensor]) -> TransferReport:
+    def _make_room(self, state: Mapping[str, Sequence[torch.Tensor]], clock: _Clock) -> _Room:
+        """Gradients and optimizer leave, generation buffers come, train weights begin to be copied."""
+        copied = self._state_swap.out({kind: state.get(kind, ()) for kind in (GRADIENTS, OPTIMIZER)}).copied_bytes
+        clock.note("swap")
+        self._memory.reset_peak()
+        if self._rollout.state == RUNNING:
+            self._rollout.pause()  # `loaded` must not serve yet
+        elif self._rollout.state == DIRTY:
+            self._rollout.sleep(2)  # it might have been RUNNING before
+        buffers = self._rollout.generation_buffers()
+        weights = state[TRAIN_WEIGHTS]
+        identity = _storage_bytes(weights) + _storage_bytes(buffers.values()) + self.plan.bucket_bytes
+        shards = self._train.shards()
+        self._weight_swap.start_out({TRAIN_WEIGHTS: weights}, hold=(TRAIN_WEIGHTS,))
+        return _Room(copied, identity, shards, buffers)
+
+    def _fill(self, room: _Room) -> TransferReport:
         return run(
-            self.plan, self._rank, self._train.shards(), buffers, source_layout=self._train.layout,
+            self.plan, self._rank, room.shards, room.buffers, source_layout=self._source,
             target_layout=self._target, dtype=self._dtype, device=self._memory.platform.device(), group=self._group,
             memory=self._memory, timeout_s=self._timeout_s, other_dtypes=self._other_dtypes,
         )  # fmt: skip
 
-    def _agree(self, failed: Exception | None, what: str) -> None:
+    def _take_over(self, version: int, clock: _Clock) -> tuple[int, str]:
+        """Train weights are gone, the engine has its weights and is PAUSED: (bytes copied, fingerprint)."""
+        copied = self._weight_swap.wait(self._timeout_s).copied_bytes
+        clock.note("swap")
+        return copied, self._rollout.loaded(version).fingerprint
+
+    def _together(self, part: Callable[[], T], what: str) -> T:
+        """Do this rank's part; raises on every rank when it failed on one. Collective."""
+        done: list[T] = []
+        failed = None
+        try:
+            done.append(part())
+        except Exception as error:  # boundary: the other ranks are told, then all raise
+            failed = error
         device = self._memory.platform.device()
         agree(self._rank, failed, what, device=device, group=self._group, timeout_s=self._timeout_s)
+        return done[0]
 
     def _undo(self, error: Exception) -> None:
-        if self._rollout.state == UPDATING:
-            self._rollout.load_failed(str(error))
-        if self._rollout.state == DIRTY:
-            self._rollout.sleep(2)  # half-filled weights make room for the train state
-        for swap in (self._weight_swap, self._state_swap):
-            if swap.is_out:
-                swap.back()
+        """Back to training. Each step is tried, however those before it ended; what went wrong is noted at `error`."""
+        for step in (
+            lambda: self._end_load(str(error)),
+            self._drop_weights,
+            lambda: self._weight_swap.undo(self._timeout_s),
+            lambda: self._state_swap.undo(self._timeout_s),
+        ):
+            try:
+                step()
+            except Exception as other:  # boundary: what went wrong first is what is raised
+                error.add_note(f"rank {self._rank}, on the way back to training: {other}")
+
+    def _end_load(self, why: str) -> None:
+        state = self._rollout.state
+        if state == UPDATING:
+            self._rollout.load_failed(why)
+        elif state == RUNNING:
+            self._rollout.pause("abort")
+        elif state == PAUSED:
+            self._rollout.abort()
+
+    def _drop_weights(self) -> None:
+        if self._rollout.state != SLEEPING:
+            self._rollout.sleep(2)  # makes room for the train state
 
     def to_training(self) -> ReshardReport:
         """Drop generation weights and caches and bring the train state back: weights and optimizer bit for bit,

@@ -172,6 +172,10 @@ def make_plan(
     `source.world_size` where they are apart. `itemsize`: bytes of an element on the wire. Raises `WeightSyncError`
     when the target wants what nobody holds, `ConfigError` for a bucket that is too small or a topology of another size.
     """
+    limits = (("itemsize", itemsize, 1), ("bucket_bytes", bucket_bytes, 1), ("target_first", target_first, 0))
+    for name, value, least in limits:
+        if value < least:
+            raise ConfigError(f"{name}={value} must be at least {least}")
     world = max(source.world_size, target_first + target.world_size)
     topology = topology or Topology.regular(world, world)
     if topology.world_size != world:

@@ -8,8 +8,8 @@ copying and check before *and after* they used the bytes that it is still there.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class RelayWriter:
     """What `rank` writes into the relay file at `path` (under /dev/shm), which all `writers` of this node share.
 
-    `table` is the same on all of them and may name more ranks, those of other nodes. The memory of the own shards is
-    taken here, for `keep` versions. Raises `WeightSyncError`.
+    `table` is the same on all of them and may name more ranks, those of other nodes. `keep` complete versions stay
+    readable while the next one is written: the memory taken here is (bytes of the own shards) x (`keep` + 1). Raises
+    `WeightSyncError`.
     """
 
     def __init__(
@@ -54,14 +55,15 @@ class RelayWriter:
         """Copy this rank's boxes (any device, any floating type) into the version's slot, casting once.
 
         `tensors`: (Hugging Face name, box, tensor of the box's shape) in any order, every own shard once. Returns
-        crc32 of the stored bytes by shard number. A call that raises leaves all other versions readable.
+        crc32 of the stored bytes by shard number. The call that completes a version drops the oldest one; a call that
+        raises leaves all versions readable that were.
         """
         if self._closed:
             raise WeightSyncError(f"relay {self.path} is closed")
         newest = max(int(entry[self._place]) for entry in self._file.entries)
         if version < newest or version in self.versions:
             raise WeightSyncError(f"version {version} is not newer than the published {newest}")
-        slot = self._file.assign(version)
+        slot = self._file.assign(version, self._place)
         self._file.entries[slot][self._place] = NOBODY
         crc: dict[int, int] = {}
         for name, box, tensor in tensors:
@@ -202,6 +204,19 @@ class RelayReader:
                 )
         self.check()
         return found
+
+
+def feed(manifest: WeightManifest, load: Callable[[Iterator[tuple[str, torch.Tensor]]], Any]) -> str:
+    """Give `load` one version's (name, tensor) pairs, which it must copy; returns the version's fingerprint.
+
+    Raises `WeightSyncError` where the bytes are not those published, or the slot was recycled while `load` copied: what
+    it has is then worth nothing.
+    """
+    reader = RelayReader(manifest)
+    fingerprint = reader.verify()
+    load(iter(reader))
+    reader.check()
+    return fingerprint
 
 
 def manifest_to_json(manifest: WeightManifest) -> str:

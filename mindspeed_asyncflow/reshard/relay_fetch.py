@@ -22,9 +22,12 @@ _AHEAD = 1  # requests that are asked before the answer in hand has come
 
 
 class Peer:
-    """A relay server that is asked again after every drop, until it has said nothing for `timeout_s`."""
+    """A relay server (host:port) that is asked again after every drop, until it has said nothing for `timeout_s`."""
 
     def __init__(self, address: str, secret: bytes, timeout_s: float, what: str) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise WeightSyncError(f"{address!r} is no address of a relay server (host:port)")
         self.address, self._secret, self._timeout_s, self._what = address, secret, timeout_s, what
         self.received = self.drops = 0  # bytes; connections that broke
         self._heard_at = 0.0

@@ -1,4 +1,4 @@
-"""The shared-memory file of a node's relay: `keep` equal slots, each the bytes of one weight version.
+"""The shared-memory file of a node's relay: `keep` + 1 equal slots, each the bytes of one weight version.
 
     | head page | table | slot 0: claims, checks, payload | slot 1 | ...
 
@@ -6,6 +6,9 @@ claims: int64 `assigned` version, then one int64 per writer; checks: uint32 crc 
 begins on a page. A slot holds version v completely when `assigned` and all writers' entries say v; a writer that is not
 done has another value there. All these words are aligned and written whole; a change of hands happens under a lock that
 the kernel takes back from a process that dies. Writers of one file share nothing else and never wait for each other.
+
+One slot more than versions are kept: a new version goes there, and the oldest is dropped when the new one is complete.
+So the `keep` newest complete versions stay, as long as no writer is two versions ahead of another one.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ class RelayFile:
         self._payload_at = self._checks_at + pages(5 * shards)
         self.stride = self._payload_at + pages(table.slot_bytes)
         self._slots_at = PAGE_BYTES + pages(len(_text(table, self.writers)))
-        self.size = self._slots_at + keep * self.stride
+        self.slots = keep + 1
+        self.size = self._slots_at + self.slots * self.stride
+        self.inode = os.fstat(fd).st_ino
         if shared and not os.fstat(fd).st_size:
             self._lay_out()
         found = os.fstat(fd).st_size
@@ -63,7 +68,7 @@ class RelayFile:
         self.map = mmap.mmap(fd, self.size, flags=mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
         self.bytes = np.frombuffer(self.map, np.uint8)
         self.landed = self.bytes[_LANDED : _LANDED + 8].view(np.int64)
-        starts = [self._slots_at + slot * self.stride for slot in range(keep)]
+        starts = [self._slots_at + slot * self.stride for slot in range(self.slots)]
         claims = [self.bytes[s : s + 8 + 8 * len(writers)].view(np.int64) for s in starts]
         self.assigned, self.entries = [c[:1] for c in claims], [c[1:] for c in claims]
         checks = [self.bytes[s + self._checks_at :][: 5 * shards] for s in starts]
@@ -78,8 +83,8 @@ class RelayFile:
 
         What a run that died has left is made anew; `go_on`: taken over where it has the same layout.
         """
-        if keep < 2:
-            raise WeightSyncError(f"a relay needs at least 2 slots (one is read while one is written), got keep={keep}")
+        if keep < 1:
+            raise WeightSyncError(f"a relay keeps 1 version or more, got keep={keep}")
         made = None
         while made is None:
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -134,12 +139,12 @@ class RelayFile:
     def _lay_out(self) -> None:
         text = _text(self.table, self.writers)
         os.ftruncate(self._fd, self.size)
-        for slot in range(self.keep):
+        for slot in range(self.slots):
             start = self._slots_at + slot * self.stride
             _allocate(self._fd, start, self._payload_at, self)
             os.pwrite(self._fd, np.full(1 + len(self.writers), NOBODY, np.int64).tobytes(), start)
         os.pwrite(self._fd, text, PAGE_BYTES)
-        os.pwrite(self._fd, _HEAD.pack(_MAGIC, self.keep, len(self.writers), len(text), self.size), 0)
+        os.pwrite(self._fd, _HEAD.pack(_MAGIC, self.slots, len(self.writers), len(text), self.size), 0)
 
     def allocate(self, shards: Iterable[int]) -> None:
         """Take the memory of these shards in every slot now, or raise `WeightSyncError`."""
@@ -150,7 +155,7 @@ class RelayFile:
                 runs[-1][1] = meta.offset + meta.nbytes
             else:
                 runs.append([meta.offset, meta.offset + meta.nbytes])
-        for slot in range(self.keep):
+        for slot in range(self.slots):
             for begin, end in runs:
                 if end > begin:
                     _allocate(self._fd, self.payload_at(slot) + begin, end - begin, self)
@@ -168,12 +173,12 @@ class RelayFile:
 
     def versions(self) -> tuple[int, ...]:
         """Complete versions, oldest first."""
-        found = (self.complete(slot) for slot in range(self.keep))
+        found = (self.complete(slot) for slot in range(self.slots))
         return tuple(sorted(v for v in found if v is not None))
 
     def slot_of(self, version: int) -> int:
         """Where the complete `version` lies. Raises `WeightSyncError` that names what is kept."""
-        for slot in range(self.keep):
+        for slot in range(self.slots):
             if self.complete(slot) == version:
                 return slot
         raise self._gone(version)
@@ -226,8 +231,9 @@ class RelayFile:
             raise WeightSyncError(f"another process writes to {self.path} as rank {rank}")
         return place
 
-    def assign(self, version: int) -> int:
-        """The slot for `version`: the one that has it already, or a dead or the oldest one, emptied."""
+    def assign(self, version: int, place: int = 0) -> int:
+        """The slot for `version`, for the writer at `place`: the one that has it already, or a dead or the oldest one,
+        emptied."""
         if version < 0:
             raise WeightSyncError(f"a weight version is a whole number from 0, got {version}")
         with self.changing():
@@ -237,22 +243,29 @@ class RelayFile:
             newest = max(self.versions(), default=NOBODY)
 
             def age(slot: int) -> tuple[bool, int]:
-                superseded = held[slot] < newest and self.complete(slot) is None  # nobody will complete it
-                return not superseded, held[slot]
+                skipped = held[slot] < version and int(self.entries[slot][place]) != held[slot]
+                dead = self.complete(slot) is None and (skipped or held[slot] < newest)  # nobody will complete it
+                return not dead, held[slot]
 
-            slot = min(range(self.keep), key=age)
+            slot = min(range(self.slots), key=age)
             self.assigned[slot][0] = NOBODY
+            self.entries[slot][:] = NOBODY
             self.present[slot][:] = 0
             self.assigned[slot][0] = version
             return slot
 
     def fill(self, slot: int, version: int, place: int, shards: np.ndarray, crc: np.ndarray) -> None:
-        """Note that these shards of `version` have arrived, and that the writer at `place` is done."""
+        """Note that these shards of `version` have arrived, and that the writer at `place` is done. The last one to be
+        done drops the oldest version."""
         with self.changing():
             self.still_assigned(slot, version)
             self.crc[slot][shards] = crc
             self.present[slot][shards] = 1
             self.entries[slot][place] = version
+            if self.complete(slot) is not None:
+                others = [v for v in self.versions() if v != version]
+                for old in others[: max(0, len(others) + 1 - self.keep)]:
+                    self.assigned[self.slot_of(old)][0] = NOBODY
 
     def still_assigned(self, slot: int, version: int) -> None:
         if int(self.assigned[slot][0]) != version:
@@ -295,9 +308,9 @@ def _read_head(fd: int, path: str) -> tuple[RelayTable, tuple[int, ...], int]:
     head = os.pread(fd, _HEAD.size, 0)
     if len(head) < _HEAD.size or head[: len(_MAGIC)] != _MAGIC:
         raise WeightSyncError(f"{path} is not a relay (yet)")
-    _, keep, _, nbytes, _ = _HEAD.unpack(head)
+    _, slots, _, nbytes, _ = _HEAD.unpack(head)
     text, writers = msgspec.msgpack.decode(os.pread(fd, nbytes, PAGE_BYTES), type=tuple[bytes, list[int]])
-    return table_from_text(text), tuple(writers), keep
+    return table_from_text(text), tuple(writers), slots - 1
 
 
 def _allocate(fd: int, begin: int, nbytes: int, file: RelayFile) -> None:
@@ -305,7 +318,7 @@ def _allocate(fd: int, begin: int, nbytes: int, file: RelayFile) -> None:
         os.posix_fallocate(fd, begin, nbytes)  # tmpfs hands out every page now, or refuses
     except OSError as error:
         raise WeightSyncError(
-            f"{file.keep} weight versions of {file.table.slot_bytes} bytes do not fit into {file.path}: "
+            f"{file.slots} weight versions of {file.table.slot_bytes} bytes do not fit into {file.path}: "
             f"{error.strerror}; free shared memory or mount a larger /dev/shm"
         ) from error
 

@@ -46,7 +46,8 @@ class PullReport:
 class RelayMirror:
     """`path`: the file of this node (under /dev/shm), shared by all mirrors that name it; made at the first pull.
 
-    `secret`: as the servers'. `keep`: versions that stay here. `chunk_bytes`: most that one request asks for.
+    `secret`: as the servers'. `keep`: versions that stay here, in `keep` + 1 times the bytes of what is pulled.
+    `chunk_bytes`: most that one request asks for.
     """
 
     def __init__(self, path: str, secret: bytes, keep: int = 3, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -77,11 +78,11 @@ class RelayMirror:
         began = time.monotonic()
         addresses = [sources] if isinstance(sources, str) else list(sources)
         what = "the newest weight version" if manifest is None else f"weight version {manifest.version}"
+        if not addresses:
+            raise WeightSyncError(f"{what} was to be pulled, but sources={sources!r} names no relay server")
         peers = [Peer(address, self._secret, timeout_s, what) for address in addresses]
-        if manifest is not None:
-            version = manifest.version
-        else:
-            version = min(peer.insist(lambda link: ask_info(link, NEWEST))[0] for peer in peers)
+        newest = [] if manifest else [peer.insist(lambda link: ask_info(link, NEWEST)) for peer in peers]
+        version = manifest.version if manifest else min(info[0] for info in newest)
         file = self._open(peers[0])
         wanted = np.arange(len(file.table.shards)) if names is None else file.table.shards_of(names)
         drops = full = 0
@@ -90,11 +91,16 @@ class RelayMirror:
                 expected = None if manifest is None else manifest.fingerprint
                 full = self._fetch(file, version, expected, peers, wanted, block_bytes if delta else 0)
             local = file.manifest(version, names)
+            here = file.crc[file.slot_of(version)].copy()
         if manifest is not None and local.fingerprint != manifest.fingerprint:
             raise WeightSyncError(
                 f"weight version {version} in {self.path} has the fingerprint {local.fingerprint}, published was "
                 f"{manifest.fingerprint}: another run's relay"
             )
+        for peer, (of, digest, crc, present) in zip(peers, newest):
+            _check_layout(peer, digest, file)
+            if of == version and (crc != here)[present > 0].any():
+                raise WeightSyncError(f"weight version {version} in {self.path} has other bytes: another run's relay")
         received, drops = sum(peer.received for peer in peers), sum(peer.drops for peer in peers)
         self.report = PullReport(version, full, received, time.monotonic() - began, drops)
         return local
@@ -146,7 +152,12 @@ class RelayMirror:
 
 
 def _has(file: RelayFile, version: int, wanted: np.ndarray) -> bool:
-    return any(file.complete(s) == version and bool(file.present[s][wanted].all()) for s in range(file.keep))
+    return any(file.complete(s) == version and bool(file.present[s][wanted].all()) for s in range(file.slots))
+
+
+def _check_layout(peer: Peer, digest: bytes, file: RelayFile) -> None:
+    if digest != file.table.digest:
+        raise WeightSyncError(f"{peer.address} serves another layout than {file.path} holds; start a new mirror")
 
 
 def _ask_all(peers: Sequence[Peer], version: int, file: RelayFile) -> tuple[np.ndarray, np.ndarray]:
@@ -156,8 +167,7 @@ def _ask_all(peers: Sequence[Peer], version: int, file: RelayFile) -> tuple[np.n
     owner = np.full(len(table.shards), -1)
     for place, peer in enumerate(peers):
         _, digest, sums, present = peer.insist(lambda link: ask_info(link, version))
-        if digest != table.digest:
-            raise WeightSyncError(f"{peer.address} serves another layout than {file.path} holds; start a new mirror")
+        _check_layout(peer, digest, file)
         mine = (owner < 0) & (present > 0)
         crc[mine], owner[mine] = sums[mine], place
     if (owner < 0).any():

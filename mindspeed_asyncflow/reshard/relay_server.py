@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import secrets
 import socket
 import threading
@@ -26,6 +28,7 @@ from mindspeed_asyncflow.reshard.relay_link import (
     NO_ANCHOR,
     Question,
 )
+from mindspeed_asyncflow.reshard.relay_table import RelayTable
 
 _GREETING_S = 5.0
 _GREETING_BYTES = 4096
@@ -35,8 +38,10 @@ _PIECES_PER_S = 20  # on a link that is slowed
 
 
 class RelayServer:
-    """`path`: the relay of this node, which must exist. `secret`: as the run's dock. `bytes_per_s`: slows all links
-    together, for tests and measurements. Raises `WeightSyncError`, `PlatformError`.
+    """`path`: the relay of this node, which must exist; one that is made anew there is served from then on.
+
+    `secret`: as the run's dock. `bytes_per_s`: slows all links together, for tests and measurements. Raises
+    `WeightSyncError`, `PlatformError`.
     """
 
     def __init__(
@@ -147,7 +152,7 @@ class RelayServer:
             if question == Question.INFO:
                 reply = self._info(message.whole("version"))
             elif question == Question.TABLE:
-                reply = {"text": np.frombuffer(self._file.table.text, np.uint8)}
+                reply = {"text": np.frombuffer(self._present().table.text, np.uint8)}
             elif question == Question.FETCH:
                 reply, bulk = await self._fetch(message)
             else:
@@ -159,8 +164,15 @@ class RelayServer:
         frame = wire.encode(question, status, 0, request, reply, sum(map(len, bulk)))
         await self._send(sock, [*frame, *bulk])
 
+    def _present(self) -> RelayFile:
+        """The relay that is at the path now: writers that start again make a new one. While there is none: the last."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(self._file.path).st_ino != self._file.inode:
+                self._file = RelayFile.look(self._file.path)
+        return self._file
+
     def _info(self, version: int) -> dict[str, Any]:
-        file = self._file
+        file = self._present()
         kept = file.versions()
         if version == NEWEST:
             if not kept:
@@ -177,10 +189,10 @@ class RelayServer:
         }
 
     async def _fetch(self, message: Message) -> tuple[dict[str, Any], list[bytes | memoryview]]:
+        file = self._present()
         ranges = message.matrix("ranges", 3)
-        self._check(ranges)
+        _check(ranges, file.table)
         version, anchor, block = message.whole("version"), message.whole("anchor"), message.whole("block")
-        file = self._file
         start = file.payload_at(file.slot_of(version))
         before = file.payload_at(file.slot_of(anchor)) if anchor in file.versions() and anchor != NO_ANCHOR else None
         offsets = np.array([file.table.shards[shard].offset for shard in ranges[0].tolist()], np.int64)
@@ -196,17 +208,6 @@ class RelayServer:
             bulk = [full if short is None else short for full, short in zip(bulk, made)]
             deltas = np.array([short is not None for short in made], np.uint8)
         return {"sizes": np.array([len(b) for b in bulk], np.int64), "deltas": deltas}, bulk
-
-    def _check(self, ranges: np.ndarray) -> None:
-        shard, begin, end = ranges
-        count = len(self._file.table.shards)
-        if not 0 < len(shard) <= MOST_RANGES or shard.min() < 0 or shard.max() >= count:
-            raise WireError(f"a request names {len(shard)} ranges of {count} shards")
-        sizes = np.array([self._file.table.shards[i].nbytes for i in shard.tolist()], np.int64)
-        if (begin < 0).any() or (begin > end).any() or (end > sizes).any():
-            raise WireError("a request names bytes outside of a shard")
-        if int((end - begin).sum()) > MOST_FETCH_BYTES:
-            raise WireError(f"a request names more than {MOST_FETCH_BYTES} bytes")
 
     async def _send(self, sock: socket.socket, buffers: Sequence[bytes | memoryview]) -> None:
         """All buffers in order; small ones together, large ones in pieces."""
@@ -231,3 +232,15 @@ class RelayServer:
                 await asyncio.sleep(self._free_at - now)
             await asyncio.wait_for(self._loop.sock_sendall(sock, piece), _STALL_S)
             self.sent_bytes += len(piece)
+
+
+def _check(ranges: np.ndarray, table: RelayTable) -> None:
+    shard, begin, end = ranges
+    count = len(table.shards)
+    if not 0 < len(shard) <= MOST_RANGES or shard.min() < 0 or shard.max() >= count:
+        raise WireError(f"a request names {len(shard)} ranges of {count} shards")
+    sizes = np.array([table.shards[i].nbytes for i in shard.tolist()], np.int64)
+    if (begin < 0).any() or (begin > end).any() or (end > sizes).any():
+        raise WireError("a request names bytes outside of a shard")
+    if int((end - begin).sum()) > MOST_FETCH_BYTES:
+        raise WireError(f"a request names more than {MOST_FETCH_BYTES} bytes")

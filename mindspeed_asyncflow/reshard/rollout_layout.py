@@ -42,7 +42,9 @@ def rollout_layout(model: ModelShape, parallel: RolloutParallel) -> Layout:
                 for t in tensors.values()
             ]
             replica.append(tuple(p for p in params if p is not None))
-    return Layout(tensors, tuple(replica * parallel.replicas), label=str(parallel))
+    layout = Layout(tensors, tuple(replica * parallel.replicas), label=str(parallel))
+    layout.check_coverage()
+    return layout
 
 
 def _slice(tensor: FullTensor, box: Box) -> LocalParam | None:

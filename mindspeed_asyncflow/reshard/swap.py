@@ -83,25 +83,25 @@ class HostSwap:
 
         Storages of `zeroed` kinds are freed without a copy. Those of `hold` kinds are copied but keep their bytes until
         `wait`, because somebody still reads them; nobody may write any of them from here on. A storage named under two
-        kinds belongs to the first. Raises `PlatformError`, with nothing changed, for storages that cannot be freed.
+        kinds belongs to the first, and one without bytes stays as it is. Raises `PlatformError`, with nothing changed,
+        for storages that cannot be freed or are counted as another kind.
         """
         self._require_idle()
         if self._blocks:
             raise PlatformError("swap: the last set is still out; bring it back first")
         began = time.monotonic()
         blocks: dict[int, _Block] = {}
+        own: dict[str, list[torch.Tensor]] = {kind: [] for kind in tensors}
         for kind, members in tensors.items():
-            own = [t for t in members if t.untyped_storage()._cdata not in blocks]
-            self._memory.adopt(kind, own)
-            for tensor in own:
+            for tensor in members:
                 storage = tensor.untyped_storage()
-                if storage.nbytes() and not storage.resizable():
+                if storage.nbytes() == 0 or storage._cdata in blocks:
+                    continue
+                if not storage.resizable():
                     raise PlatformError(f"swap: a storage of {storage.nbytes()} bytes ({kind}) cannot be freed")
-                block = _Block(kind, StorageWeakRef(storage), storage.nbytes(), kind in zeroed)
-                blocks.setdefault(storage._cdata, block)
-        for block in blocks.values():
-            if block.nbytes == 0:
-                raise PlatformError(f"swap: a storage ({block.kind}) is empty already")
+                own[kind].append(tensor)
+                blocks[storage._cdata] = _Block(kind, StorageWeakRef(storage), storage.nbytes(), kind in zeroed)
+        self._memory.adopt_all(own)
         self._blocks, self._hold = list(blocks.values()), frozenset(hold)
         self._start("out", self._move_out, began)
 
@@ -119,11 +119,7 @@ class HostSwap:
         """End what was started. Raises what went wrong; `back` is possible then, and restores what had left."""
         if self._thread is None:
             raise PlatformError("swap: nothing was started")
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise DeadlineExceeded(f"swap: {self._thread.name} did not end within {timeout_s} s")
-        self._thread = None
-        error, self._error = self._error, None
+        error = self._join(self._thread, timeout_s)
         if error is not None:
             raise error
         if self._blocks:
@@ -145,6 +141,22 @@ class HostSwap:
         self.start_back()
         return self.wait()
 
+    def undo(self, timeout_s: float = 600.0) -> None:
+        """Everything is on the device again, whatever is under way or went wrong before. Raises what `back` raises."""
+        if self._thread is not None:
+            self._join(self._thread, timeout_s)
+        if self._blocks:
+            self.back()
+
+    def _join(self, thread: threading.Thread, timeout_s: float) -> BaseException | None:
+        """The end of what was started: what went wrong with it."""
+        thread.join(timeout_s)
+        if thread.is_alive():
+            raise DeadlineExceeded(f"swap: {thread.name} did not end within {timeout_s} s")
+        self._thread = None
+        error, self._error = self._error, None
+        return error
+
     def _require_idle(self) -> None:
         if self._thread is not None:
             raise PlatformError(f"swap: {self._thread.name} is not waited for yet")
@@ -162,8 +174,9 @@ class HostSwap:
             except BaseException as error:  # boundary: `wait` raises it
                 self._error = error
 
-        self._thread = threading.Thread(target=run, name=f"swap-{name}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=run, name=f"swap-{name}", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _move_out(self, finish: Callable[[], None]) -> tuple[int, int]:
         copied = 0

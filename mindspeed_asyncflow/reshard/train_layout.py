@@ -33,7 +33,9 @@ def train_layout(model: ModelShape, parallel: TrainParallel) -> Layout:
             if where not in made:
                 made[where] = tuple(builder.rank(pipeline, *where))
             ranks.append(made[where])
-    return Layout(builder.tensors, tuple(ranks), label=str(parallel))
+    layout = Layout(builder.tensors, tuple(ranks), label=str(parallel))
+    layout.check_coverage()
+    return layout
 
 
 class _Builder:

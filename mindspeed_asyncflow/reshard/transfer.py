@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
+from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, PlatformError, WeightSyncError
 from mindspeed_asyncflow.platforms.memory import BUCKET, DeviceMemory
 from mindspeed_asyncflow.reshard.layout import Layout, LocalParam
 from mindspeed_asyncflow.reshard.messages import Copy, Message, Packed, ResolvedStep, by_peer, copy, pack, unpack
@@ -116,10 +116,10 @@ class _Run:
             for index, steps in buckets:
                 for number, step in enumerate(steps):
                     self._do(step, staging, f"bucket {index}, step {number}")
+            self._release(staging, memory)  # not when a peer is lost: a message may still be on its way into it
             self._agree("after the last bucket")
-            if memory is not None and staging is not None:
-                memory.release(staging)  # not after a failure: a message may still be on its way into it
         finally:
+            staging = None  # a failure keeps this frame; only messages on their way may keep the buffer
             if memory is not None:
                 memory.forget(BUCKET)
         self._report.seconds = time.monotonic() - began
@@ -186,6 +186,14 @@ class _Run:
         if not most:
             return None
         return memory.empty(BUCKET, most) if memory else torch.empty(most, dtype=torch.uint8, device=self._device)
+
+    def _release(self, staging: torch.Tensor | None, memory: DeviceMemory | None) -> None:
+        """Messages without sense, after a failure, have also come to their end."""
+        if memory is not None and staging is not None:
+            try:
+                memory.release(staging)
+            except PlatformError as error:  # boundary: the other ranks are told, then it is raised
+                self._failed = self._failed or error
 
     def _room(self, message: Message) -> int:
         """Bytes of staging, so many that the next message begins where any type may. As the plan counts smaller types
@@ -266,11 +274,18 @@ def agree(
     none = dist.get_world_size(group)
     lowest = torch.tensor([none if failed is None else rank], dtype=torch.int32, device=device)  # failed rank
     work = dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group, async_op=True)
-    wait(work, f"rank {rank}", f"all ranks of the group to say that they are well, {when}", timeout_s)
+    try:
+        wait(work, f"rank {rank}", f"all ranks of the group to say that they are well, {when}", timeout_s)
+    except AsyncFlowError as lost:
+        if failed is not None:
+            raise WeightSyncError(f"rank {rank} failed {when}: {failed}; then {lost}") from failed
+        raise
+    first = int(lowest)
     if failed is not None:
-        raise WeightSyncError(f"rank {rank} failed {when}: {failed}") from failed
-    if int(lowest) < none:
-        raise WeightSyncError(f"rank {int(lowest)} failed {when}; its own message says why")
+        others = f" (rank {first} failed, too)" if first < rank else ""
+        raise WeightSyncError(f"rank {rank} failed {when}: {failed}{others}") from failed
+    if first < none:
+        raise WeightSyncError(f"rank {first} failed {when}; its own message says why")
 
 
 def wait(work: Any, who: str, what: str, timeout_s: float) -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from mindspeed_asyncflow.config import parse_config
 from mindspeed_asyncflow.config.checks import check, refuse_errors
+from mindspeed_asyncflow.config.feasibility import memory_bytes
 from mindspeed_asyncflow.config.machine import MIB, Machine
+from mindspeed_asyncflow.config.model import describe
 from mindspeed_asyncflow.errors import ConfigError
 
 TINY = {
@@ -91,6 +93,11 @@ def test_fewer_kept_versions_than_the_trainer_may_be_ahead_are_warned_of():
     assert [(f.level, f.keys[0]) for f in found] == [("warning", "workflow.keep_versions")]
     assert "set keep_versions to 4" in found[0].message
     assert check(parse_config("", ["workflow.max_lag=3", "workflow.keep_versions=4"]), BOX, TINY) == []
+
+
+def test_the_relay_takes_memory_for_the_kept_versions_and_the_one_that_is_written():
+    config, model = parse_config("", ["workflow.keep_versions=5", "model.dtype=bfloat16"]), describe(TINY)
+    assert memory_bytes(config, BOX, model)["weight relay"] == 6 * 2 * model.parameters
 
 
 def test_all_errors_are_listed_together_and_warnings_do_not_stop():

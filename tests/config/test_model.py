@@ -42,3 +42,35 @@ def test_an_unknown_family_and_a_missing_size_are_named():
         describe(dict(model_type="gpt2"))
     with pytest.raises(ConfigError, match="hidden_size"):
         describe({k: v for k, v in FAMILIES["qwen2"].items() if k != "hidden_size"})
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "says"),
+    [
+        ("qwen2", {"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number of at least 1"),
+        ("qwen2", {"num_hidden_layers": -2}, "num_hidden_layers=-2"),
+        ("qwen2", {"vocab_size": "120"}, "vocab_size='120'"),
+        ("qwen2", {"hidden_size": None}, "hidden_size=None"),
+        ("qwen2", {"intermediate_size": True}, "intermediate_size=True"),
+        ("qwen2", {"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=8"),
+        ("qwen3", {"attention_bias": True}, "attention_bias is not supported"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        ("deepseek", {"first_k_dense_replace": None}, "first_k_dense_replace=None"),
+        ("deepseek", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+    ],
+)
+def test_strange_sizes_are_named_with_their_value(family, change, says):
+    with pytest.raises(ConfigError, match=says):
+        describe(FAMILIES[family] | change)
+
+
+def test_null_means_what_transformers_means_by_it():
+    assert describe(FAMILIES["qwen2"] | {"num_key_value_heads": None}).kv_heads == 8
+    plain = describe(FAMILIES["deepseek"] | {"q_lora_rank": None, "n_shared_experts": None})
+    assert plain.latent.q_rank == 0 and plain.experts.shared_width == 0
+
+
+@pytest.mark.parametrize(("family", "missing"), [("qwen3", "head_dim"), ("deepseek", "q_lora_rank")])
+def test_sizes_whose_default_differs_between_libraries_must_be_there(family, missing):
+    with pytest.raises(ConfigError, match=f"no '{missing}'"):
+        describe({k: v for k, v in FAMILIES[family].items() if k != missing})

@@ -1,8 +1,22 @@
 """Which ways to cut a model are legal."""
 
-import pytest
+import re
+from dataclasses import replace
 
-from mindspeed_asyncflow.config.parallel import balanced_split, check_parallel, nearest
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_asyncflow.config.model import describe
+from mindspeed_asyncflow.config.parallel import (
+    RolloutParallel,
+    TrainParallel,
+    balanced_split,
+    check_parallel,
+    check_rollout,
+    check_train,
+    nearest,
+)
 from mindspeed_asyncflow.config.schema import TrainerConfig
 from mindspeed_asyncflow.errors import ConfigError
 
@@ -16,7 +30,7 @@ DENSE = {
     "num_hidden_layers": 6,
 }
 SIX_KV = {**DENSE, "num_attention_heads": 12, "num_key_value_heads": 6}
-SPARSE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 48}
+SPARSE = {**DENSE, "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 8, "moe_intermediate_size": 48}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +71,7 @@ def test_legal_sizes_pass(model, sizes):
         (DENSE, {"sequence_parallel": True}, "tensor_parallel >= 2"),
         (DENSE, {"expert_parallel": 2, "data_parallel": 2}, "no experts"),
         (SPARSE, {"expert_parallel": 2}, r"expert_parallel=2 .*the 1 ranks.*nearest legal: 1"),
-        (SPARSE, {"expert_parallel": 3, "data_parallel": 3}, r"experts \(8\); nearest legal: 2 or 4"),
+        (SPARSE, {"expert_parallel": 3, "data_parallel": 3}, r"experts \(8\); nearest legal: 1$"),
         (SPARSE, {"tensor_parallel": 2}, "sequence_parallel: true"),
     ],
 )
@@ -91,6 +105,7 @@ LATENT = {  # DeepSeek-V3 style; its key/value heads are made from a latent, so 
     "model_type": "deepseek_v3",
     "num_key_value_heads": 3,
     "qk_nope_head_dim": 8,
+    "n_shared_experts": 1,
     "v_head_dim": 8,
     "n_routed_experts": 8,
     "moe_intermediate_size": 48,
@@ -107,3 +122,50 @@ def test_latent_attention_is_cut_by_its_down_projections():
         check_parallel(LATENT, TrainerConfig(tensor_parallel=4, sequence_parallel=True))
     with pytest.raises(ConfigError, match=r"feed-forward width \(95\)"):  # of the leading dense layers
         check_parallel({**LATENT, "intermediate_size": 95}, TrainerConfig(tensor_parallel=2, sequence_parallel=True))
+
+
+@given(data=st.data())
+def test_every_size_that_is_proposed_is_legal(data):
+    """Other sizes stay as they are; "none" is said only where none is."""
+    draw = data.draw
+    kv_heads = draw(st.integers(1, 6))
+    model = {
+        **draw(st.sampled_from([DENSE, SPARSE, LATENT])),
+        "num_attention_heads": kv_heads * draw(st.integers(1, 6)),
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": draw(st.integers(8, 96)),
+        "num_hidden_layers": draw(st.integers(1, 12)),
+        "head_dim": draw(st.sampled_from([1, 3, 4, 6])),
+    }
+    shape = describe(model)
+    sizes = {name: draw(st.integers(1, 9)) for name in ("tensor", "data", "expert")}
+    asked = draw(st.sampled_from([TrainParallel(**sizes, pipeline=draw(st.integers(1, 5))), RolloutParallel(**sizes)]))
+    check = check_train if isinstance(asked, TrainParallel) else check_rollout
+    try:
+        check(shape, asked)
+    except ConfigError as error:
+        found = re.search(
+            r"^(?:trainer|rollout)\.(tensor|data|expert|pipeline)\w*=.*nearest legal: ([\d or]+|none)", str(error)
+        )
+        if found is None or found[2] == "none":
+            return
+        for size in map(int, found[2].split(" or ")):
+            try:
+                check(shape, replace(asked, **{found[1]: size}))
+            except ConfigError as other:
+                assert not re.match(rf"\w+\.{found[1]}", str(other)), f"{error}\n{other}"
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 0}, {"pipeline": 0}, {"virtual": -1}, {"expert_tensor": 0}])
+def test_sizes_below_one_are_refused(sizes):
+    with pytest.raises(ConfigError, match=next(iter(sizes))):
+        TrainParallel(**sizes)
+    with pytest.raises(ConfigError, match="replicas=0"):
+        RolloutParallel(replicas=0)
+
+
+def test_fused_rows_that_ranks_cannot_share_are_refused():
+    """12 heads and 2 key/value heads of 128: 2048 fused rows, which 6 ranks cannot share."""
+    model = {**DENSE, "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128}
+    with pytest.raises(ConfigError, match=r"fused queries, keys and values \(2048\); nearest legal: 4 or 8|legal: 4$"):
+        check_parallel(model, TrainerConfig(tensor_parallel=6))

@@ -74,11 +74,34 @@ def test_a_push_that_fails_at_any_tensor_is_healed_by_the_next(house: House, mon
         assert_bit_equal(weights(bench), dict(bench.policies["a"].tensors()))
 
 
-def test_answers_after_an_update_are_those_of_a_fresh_engine(house: House) -> None:
-    """B67: same prompt before and after, with one request running; 1e-5."""
+def test_a_version_that_is_recycled_during_a_load_is_not_served(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was copied last is of a newer version then; the next update heals it."""
+    bench = house.bench("reference", "dense")
+    manifest = bench.publish("b")
+    good = relay.RelayReader.__iter__
+
+    def overtaken(self: relay.RelayReader) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, item in enumerate(good(self)):
+            if index == 5:
+                for _ in range(4):
+                    bench.publish("a")
+            yield item
+
+    with monkeypatch.context() as patch:
+        patch.setattr(relay.RelayReader, "__iter__", overtaken)
+        with pytest.raises(WeightSyncError, match=rf"version {manifest.version} is not in the relay"):
+            bench.engine.update(manifest)
+    assert bench.engine.state == "DIRTY"
+    bench.serve("b")
+    assert_bit_equal(weights(bench), dict(bench.policies["b"].tensors()))
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["idle", "a request running"])
+def test_answers_after_an_update_are_those_of_a_fresh_engine(house: House, running: bool) -> None:
+    """B67: same prompt before and after; 1e-5."""
     bench = house.bench("reference", "dense")
     fresh = make_engine("reference", bench.policies["b"].folder, RolloutConfig())
-    background = bench.engine.generate([ask("background", PAIR[0], 150)], 60.0)
+    background = bench.engine.generate([ask("background", PAIR[0], 150)] if running else [], 60.0)
     try:
         for round_ in range(3):
             bench.serve("a")
@@ -89,7 +112,7 @@ def test_answers_after_an_update_are_those_of_a_fresh_engine(house: House) -> No
             assert done.token_ids.tolist() == wanted.token_ids.tolist()
             assert np.abs(done.logprobs - wanted.logprobs).max() < 1e-5
         bench.engine.abort()
-        assert len(list(background)) == 1
+        assert len(list(background)) == running
     finally:
         fresh.close()
 

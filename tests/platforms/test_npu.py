@@ -13,6 +13,13 @@ from mindspeed_asyncflow.platforms import kernels, npu
 from mindspeed_asyncflow.platforms.packing import pack_layout
 
 
+@pytest.fixture(autouse=True)
+def without_megatron(monkeypatch):
+    """As in a fresh process, whatever other tests imported."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 @pytest.fixture
 def loaded(monkeypatch):
     """Stand-ins for torch_npu and mindspeed.megatron_adaptor; yields what was observed."""
@@ -98,11 +105,13 @@ def test_memory_calls_reach_the_device(loaded, monkeypatch):
 
     torch.npu.Stream, torch.npu.stream = Stream, stream
     torch.npu.empty_cache = lambda: events.append("emptied")
+    torch.npu.memory_reserved, torch.npu.memory_allocated = lambda: 30, lambda: 12
     real = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **k: events.append(pin_memory) or real(*a, **k))
     platform = npu.NpuPlatform()
     with platform.side_stream("npu:1") as finish:
         finish()
+    assert platform.free_bytes() == 18  # torch_npu counts what it reserved and what tensors have of it
     platform.free_unused()
     assert platform.pinned(5).shape == (5,)
     assert loaded["set_device"] == ["npu:1"]

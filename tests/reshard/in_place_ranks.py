@@ -1,10 +1,16 @@
 """What one rank does to turn a device from training to generation and back, with every byte looked at."""
 
+import gc
+import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
 from mindspeed_asyncflow.platforms.cpu import CpuPlatform
 from mindspeed_asyncflow.platforms.memory import (
     GENERATION_WEIGHTS,
@@ -30,8 +36,9 @@ class Device:
     """Both engines of one rank."""
 
     def __init__(
-        self, world: World, case: Case, train: torch.dtype, serve: torch.dtype, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+        self, world: World, case: Case, train: torch.dtype, serve: torch.dtype, bucket_bytes: int = BUCKET_BYTES,
+        timeout_s: float = 20.0,
+    ) -> None:  # fmt: skip
         self.rank, self.case, self.serve = world.rank, case, serve
         source, target = _layouts(case)
         self.memory, self.pool = DeviceMemory(CpuPlatform()), HostPool(CpuPlatform())
@@ -40,7 +47,7 @@ class Device:
         self.rollout = StandInRollout(self.memory, target, self.rank, serve)
         self.both = InPlace(
             self.trainer, self.rollout, target, rank=self.rank, memory=self.memory, pool=self.pool,
-            bucket_bytes=bucket_bytes, group=world.group(case.ranks), timeout_s=20,
+            bucket_bytes=bucket_bytes, group=world.group(case.ranks), timeout_s=timeout_s,
         )  # fmt: skip
         self.train_type = train
 
@@ -100,36 +107,61 @@ def cycle(
     return found
 
 
-def fail(world: World, case: Case, spoil: int, when: str) -> dict[str, Any]:
-    """One turn in which rank `spoil` fails, and one that succeeds."""
-    from mindspeed_asyncflow.errors import WeightSyncError
+MOMENTS = ("state", "optimizer copy", "buffers", "shards", "weight copy", "fill", "end of copy", "loaded", "resume")
+
+
+@contextmanager
+def broken(device: Device, when: str) -> Iterator[None]:
+    """This rank's own part fails at one moment of a turn."""
     from mindspeed_asyncflow.reshard import transfer
 
-    device = Device(world, case, torch.float32, torch.bfloat16)
-    before, gradients, real = device.state(), device.trainer.gradients.clone(), transfer.unpack
     calls = 0
 
-    def broken(messages: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise OSError("a link broke")
-        real(messages)
+    def failing(real: Callable[..., Any], at: int = 1) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise OSError(f"{when} broke")
+            return real(*args, **options)
 
-    if world.rank == spoil:
-        if when == "room":
-            device.rollout.refuse = "no room for the weights"
-        else:
-            transfer.unpack = broken
+        return call
+
+    trainer, rollout, pool = device.trainer, device.rollout, device.pool
+    swap = device.both._weight_swap
+    owner, name, at = {
+        "state": (trainer, "train_state", 1), "optimizer copy": (pool, "take", 2), "shards": (trainer, "shards", 1),
+        "buffers": (rollout, "generation_buffers", 1), "weight copy": (swap, "start_out", 1),
+        "fill": (transfer, "unpack", 3), "end of copy": (pool, "take", 4), "loaded": (rollout, "loaded", 1),
+        "resume": (rollout, "resume", 1),
+    }[when]  # fmt: skip
+    real = getattr(owner, name)
+    setattr(owner, name, failing(real, at))
     try:
-        device.both.to_generation(1)
-        said = ""
-    except WeightSyncError as error:
-        said = str(error)
+        yield
     finally:
-        transfer.unpack = real
-        device.rollout.refuse = ""
+        setattr(owner, name, real)
+
+
+def fail(world: World, case: Case, spoil: int, when: str) -> dict[str, Any]:
+    """One turn in which rank `spoil` fails, from engines that serve, and one that succeeds."""
+    full_tensors(case.model)
+    gc.collect()
+    empty = DeviceMemory(CpuPlatform()).census()  # nothing of the device
+    device = Device(world, case, torch.float32, torch.bfloat16)
+    device.rollout.generation_buffers()
+    device.rollout.state = "RUNNING"
+    before, gradients = device.state(), device.trainer.gradients.clone()
+    began, said = time.monotonic(), ""
+    with broken(device, when) if world.rank == spoil else nullcontext():
+        try:
+            device.both.to_generation(1)
+        except WeightSyncError as error:
+            said = str(error)
+    seconds, served = time.monotonic() - began, device.rollout.served
     state, usage = device.rollout.state, device.memory.usage()
+    counted = sum(usage.values())
+    uncounted = census(device.memory, [*before, gradients], empty + counted) - empty - counted
     assert not device.both.generating
     for tensor, copy in zip((device.trainer.weights, *device.trainer.optimizer), before):
         assert same_bits(tensor, copy)
@@ -137,13 +169,44 @@ def fail(world: World, case: Case, spoil: int, when: str) -> dict[str, Any]:
     device.both.to_generation(2)
     device.check_generation()
     full = {kind: usage[kind] > 0 for kind in (TRAIN_WEIGHTS, GRADIENTS, OPTIMIZER)}
-    return {"said": said, "state": state, "on the device": full, "served": device.rollout.version} | usage
+    return {
+        "said": said, "seconds": seconds, "state": state, "served before": served, "uncounted": uncounted,
+        "on the device": full, "served": device.rollout.version,
+    } | usage  # fmt: skip
+
+
+def die(world: World, case: Case, spoil: int, folder: str) -> None:
+    """Rank `spoil` dies when its weights are there; the others write to `folder` what they are left with."""
+    device = Device(world, case, torch.float32, torch.bfloat16, timeout_s=3.0)
+    if world.rank == spoil:
+        device.rollout.loaded = lambda version: os._exit(3)  # type: ignore[method-assign]
+    before = device.state()
+    try:
+        device.both.to_generation(1)
+    except (WeightSyncError, DeadlineExceeded) as error:  # who is not connected with the dead one waits
+        same = all(same_bits(a, b) for a, b in zip((device.trainer.weights, *device.trainer.optimizer), before))
+        usage = device.memory.usage()
+        Path(folder, str(world.rank)).write_text(
+            f"{device.rollout.state}, served {device.rollout.served}, bits {same}, "
+            f"{usage[GENERATION_WEIGHTS] + usage['bucket']} bytes left: {error}"
+        )
+
+
+def refused(world: World, case: Case) -> list[Any]:
+    """An older version than the served one on one rank: nothing moves on any."""
+    device = Device(world, case, torch.float32, torch.bfloat16)
+    device.rollout.version = 3 if world.rank == 1 else 0
+    before = device.memory.usage()
+    try:
+        device.both.to_generation(2)
+        said = ""
+    except WeightSyncError as error:
+        said = str(error)
+    return [said, device.memory.usage() == before, device.pool.made, device.rollout.state]
 
 
 def from_serving(world: World, case: Case) -> tuple[str, int, str]:
     """An engine that serves the weights of its model folder is filled as it is, and refused a second time."""
-    from mindspeed_asyncflow.errors import WeightSyncError
-
     device = Device(world, case, torch.float32, torch.bfloat16)
     device.rollout.generation_buffers()
     device.rollout.state = "RUNNING"

@@ -46,7 +46,8 @@ class StandInRollout:
         self._memory, self._dtype = memory, dtype
         self._params = layout.ranks[rank]
         self.buffers: dict[str, torch.Tensor] = {}
-        self.state, self._after, self.version, self.refuse = "SLEEPING", "PAUSED", -1, ""
+        self.state, self._after, self.version = "SLEEPING", "PAUSED", -1
+        self.served = 0  # how often it began to answer with filled weights
 
     def weights_wanted(self) -> list[tuple[str, str, tuple[int, ...]]]:
         return [(p.name, str(self._type(p.name)).removeprefix("torch."), tuple(p.shape)) for p in self._params]
@@ -55,8 +56,6 @@ class StandInRollout:
         return torch.float32 if ".mlp.gate." in name else self._dtype
 
     def generation_buffers(self) -> dict[str, torch.Tensor]:
-        if self.refuse:
-            raise EngineError(self.refuse)
         if not self.buffers:
             for param in self._params:
                 self.buffers[param.name] = self._memory.tensor(GENERATION_WEIGHTS, param.shape, self._type(param.name))
@@ -66,6 +65,7 @@ class StandInRollout:
 
     def loaded(self, version: int, fingerprint: str = "") -> Any:
         self.state, self.version = self._after, version
+        self.served += self.state == "RUNNING"
         return SimpleNamespace(version=version, fingerprint=f"{version:016x}")
 
     def load_failed(self, why: str) -> None:
@@ -78,6 +78,10 @@ class StandInRollout:
         if self.state != "PAUSED":
             raise EngineError(f"resume is refused while the engine is {self.state}")
         self.state = "RUNNING"
+        self.served += 1
+
+    def abort(self) -> None:
+        """It has no requests."""
 
     def sleep(self, level: int = 1) -> None:
         if self.state not in ("PAUSED", "DIRTY"):

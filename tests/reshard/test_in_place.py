@@ -1,6 +1,8 @@
 """Turns between training and generation on the same devices: what is served, what comes back, what lies where."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from mindspeed_asyncflow.platforms.memory import DeviceMemory, HostPool
 from mindspeed_asyncflow.reshard.in_place import InPlace
 from tests.reshard import in_place_ranks
 from tests.reshard.matrix import Case, rollout_side, train_side
-from tests.reshard.ranks import Ranks
+from tests.reshard.matrix_ranks import same_bits
+from tests.reshard.ranks import Ranks, World
 from tests.reshard.stand_ins import StandInRollout
 
 TRAIN_KINDS = ("train weights", "gradients", "optimizer")
@@ -57,21 +60,45 @@ def test_identities_of_memory_and_bits(ranks, case, train):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["room", "fill"])
+@pytest.mark.parametrize("when", in_place_ranks.MOMENTS)
 def test_a_failure_on_one_rank_brings_all_back_to_training_and_the_next_turn_serves(ranks, when):
-    found = ranks.run(in_place_ranks.fail, case=CASES[1], spoil=2, when=when)
-    for seen in found:
+    """At once, before any engine answers with the new weights (a resume that fails is the one exception), and without
+    a byte of generation weights or staging."""
+    for rank, seen in enumerate(ranks.run(in_place_ranks.fail, case=CASES[1], spoil=2, when=when)):
         assert seen["said"].startswith("rank 2 failed"), seen
+        assert f"{when} broke" in seen["said"] or rank != 2
+        assert seen["seconds"] < 5
+        assert seen["uncounted"] == 0
         assert seen["on the device"] == dict.fromkeys(TRAIN_KINDS, True)
-        assert (seen["state"], seen["generation weights"]) == ("SLEEPING", 0)  # DIRTY if woken
+        if when == "state":  # nothing has begun
+            assert seen["state"] == "RUNNING"
+        else:
+            assert (seen["state"], seen["generation weights"], seen["bucket"]) == ("SLEEPING", 0, 0)
+        assert seen["served before"] == (when == "resume" and rank != 2)
         assert seen["served"] == 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_before_it_serves_leaves_the_others_in_training(tmp_path):
+    with Ranks(4, in_place_ranks.MODULES) as ranks, pytest.raises(RuntimeError, match="rank 2 ended"):
+        ranks.run(in_place_ranks.die, case=CASES[1], spoil=2, folder=str(tmp_path))
+    for rank in (0, 1, 3):
+        assert (tmp_path / str(rank)).read_text().startswith("SLEEPING, served 0, bits True, 0 bytes left: rank")
 
 
 @pytest.mark.slow
 def test_an_engine_that_serves_already_is_filled_and_a_second_turn_in_a_row_is_refused(ranks):
     for state, version, said in ranks.run(in_place_ranks.from_serving, case=CASES[0]):
         assert (state, version) == ("RUNNING", 5)
-        assert said == "version 6: the train state is on the host already; call to_training first"
+        assert "version 6: the train state is on the host already; call to_training first" in said
+
+
+@pytest.mark.slow
+def test_an_older_version_is_refused_on_all_ranks_before_anything_moves(ranks):
+    for rank, (said, same, host_buffers, state) in enumerate(ranks.run(in_place_ranks.refused, case=CASES[0])):
+        assert said.startswith("rank 1 failed beginning the turn to version 2")
+        assert "version 3 was served and versions only rise" in said or rank != 1
+        assert (same, host_buffers, state) == (True, 0, "SLEEPING")
 
 
 def in_place(case: Case, rollout: object) -> InPlace:
@@ -116,3 +143,31 @@ def test_both_sides_must_have_the_same_ranks():
     case = Case("qwen3", TrainParallel(tensor=2), RolloutParallel())
     with pytest.raises(ConfigError, match=r"trainer \(TP2\) and rollout \(TP1 DP1\) .* 2 and 1 ranks"):
         in_place(case, wanting(case))
+
+
+def test_every_step_of_the_way_back_is_tried_and_the_first_error_is_raised(alone):
+    """The engine cannot take the failure and the weights do not come back at first: the optimizer does."""
+    device = in_place_ranks.Device(
+        World(0, 1), Case("qwen3", TrainParallel(), RolloutParallel()), *[torch.bfloat16] * 2
+    )
+    before = device.state()
+
+    def broken(why: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            raise OSError(why)
+
+        return call
+
+    real = device.both._weight_swap.undo
+    device.rollout.loaded = broken("no fingerprint")  # type: ignore[method-assign]
+    device.rollout.load_failed = broken("engine gone")  # type: ignore[method-assign]
+    device.both._weight_swap.undo = broken("host gone")  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match="taking over the weights: no fingerprint") as raised:
+        device.both.to_generation(1)
+    assert [note.rsplit(": ", 1)[1] for note in raised.value.__notes__] == [
+        "engine gone", "sleep is refused while the engine is UPDATING", "host gone",
+    ]  # fmt: skip
+    assert all(map(same_bits, device.trainer.optimizer, before[1:]))
+    assert device.both.generating
+    real()
+    assert same_bits(device.trainer.weights, before[0])

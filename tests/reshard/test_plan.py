@@ -10,7 +10,7 @@ from mindspeed_asyncflow.config.parallel import RolloutParallel, TrainParallel
 from mindspeed_asyncflow.errors import ConfigError, WeightSyncError
 from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape
 from mindspeed_asyncflow.reshard.layout import Layout
-from mindspeed_asyncflow.reshard.plan import make_plan
+from mindspeed_asyncflow.reshard.plan import Plan, make_plan
 from mindspeed_asyncflow.reshard.rollout_layout import rollout_layout
 from mindspeed_asyncflow.reshard.topology import Topology
 from mindspeed_asyncflow.reshard.train_layout import train_layout
@@ -224,12 +224,48 @@ def test_what_nobody_holds_is_named():
         make_plan(Layout(whole.tensors, whole.ranks[:1]), target, itemsize=2, bucket_bytes=1 << 20)
 
 
+@pytest.mark.parametrize(
+    ("moves", "least", "worst"),
+    [
+        ([(0, 1)], (0, 0, 1), 1.0),
+        ([(0, 1), (0, 1)], (0, 0, 1), 2.0),  # twice inside a node
+        ([(0, 2), (0, 3)], (0, 1, 2), 2.0),  # twice into a node, where one rank could pass it on
+        ([(0, 4), (1, 5), (4, 6)], (1, 2, 3), 2.0),  # twice over RoCE; no more than needed in all
+        ([(0, 1), (0, 2), (2, 3), (0, 3)], (0, 1, 3), 2.0),
+        ([(0, 1), (0, 1), (0, 2), (2, 3)], (0, 1, 3), 4 / 3),
+        ([(0, 1)], (0, 0, 0), np.inf),  # to one that has it
+        ([(0, 0)], (0, 0, 0), 1.0),  # a copy is no move
+    ],
+)
+def test_what_moves_too_often_shows_over_the_lower_bound(moves, least, worst):
+    """One box of 6 bytes, by hand; ranks in pairs on nodes, nodes in pairs in superpods."""
+    one = np.zeros(len(moves), np.int32)
+    source, target = np.array(moves, np.int32).T
+    plan = Plan(
+        names=("w",),
+        tensor=one,
+        boxes=np.array([(0, 1, 0, 3)] * len(moves), np.int32),
+        source=source,
+        target=target,
+        step=one.astype(np.int8),
+        bucket=one,
+        itemsize=2,
+        bucket_bytes=1 << 20,
+        topology=Topology.regular(8, 2, 2),
+        least_crossings=tuple(6 * count for count in least),
+    )
+    assert plan.over_lower_bound() == pytest.approx(worst)
+
+
 def test_a_bucket_smaller_than_an_element_and_a_foreign_topology_are_refused():
     model = describe(QWEN2_TIED)
     source = train_layout(model, TrainParallel(tensor=2))
     target = rollout_layout(model, RolloutParallel(replicas=2))
     with pytest.raises(ConfigError, match=r"bucket_bytes=1 .*at least"):
         make_plan(source, target, itemsize=2, bucket_bytes=1)
+    for name in ("itemsize", "bucket_bytes", "target_first"):
+        with pytest.raises(ConfigError, match=f"{name}=-1 must be at least"):
+            make_plan(source, target, **({"itemsize": 2, "bucket_bytes": 1 << 20} | {name: -1}))
     with pytest.raises(ConfigError, match="topology has 3 ranks"):
         make_plan(source, target, itemsize=2, bucket_bytes=1 << 20, topology=Topology.regular(3, 1))
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.reshard.relay import (
     RelayReader,
+    feed,
     manifest_from_json,
     manifest_to_json,
 )
@@ -73,6 +74,25 @@ def test_a_slot_recycled_during_a_read_is_noticed(path: str) -> None:
             reader.check()
 
 
+def test_a_version_that_is_recycled_while_it_is_loaded_does_not_count_as_loaded(path: str) -> None:
+    with WholeWriter(path, keep=1) as writer:
+        manifest = writer.publish(1, weights(1))
+        got: dict[str, torch.Tensor] = {}
+
+        def load(tensors: Iterable[tuple[str, torch.Tensor]], later: tuple[int, ...] = ()) -> None:
+            for name, tensor in tensors:
+                got[name] = tensor.clone()
+                for version in later:
+                    writer.publish(version, weights(version))
+                later = ()
+
+        assert feed(manifest, load) == manifest.fingerprint
+        assert all(torch.equal(got[name], tensor) for name, tensor in weights(1))
+        with pytest.raises(WeightSyncError, match=r"version 1 is not in the relay .* keeps 3"):
+            feed(manifest, lambda tensors: load(tensors, later=(2, 3)))
+        assert not all(torch.equal(got[name], tensor) for name, tensor in weights(1))  # what the guard is for
+
+
 def test_a_publish_that_fails_halfway_is_never_readable_and_harms_no_other_version(path: str) -> None:
     def breaks() -> Iterator[tuple[str, torch.Tensor]]:
         yield from weights(3)[:2]
@@ -82,12 +102,33 @@ def test_a_publish_that_fails_halfway_is_never_readable_and_harms_no_other_versi
         first, second = (writer.publish(version, weights(version)) for version in (1, 2))
         with pytest.raises(RuntimeError, match="trainer died"):
             writer.publish(3, breaks())
-        assert writer.versions == (2,)
-        RelayReader(second).verify()
-        with pytest.raises(WeightSyncError, match="keeps 2"):
+        assert writer.versions == (1, 2)
+        for manifest in (first, second):
+            RelayReader(manifest).verify()
+        with pytest.raises(WeightSyncError, match="keeps 1, 2"):
             RelayReader(replace(first, version=3))
-        RelayReader(writer.publish(3, weights(3))).verify()  # the broken slot is taken again
+        with pytest.raises(RuntimeError, match="trainer died"):
+            writer.publish(4, breaks())  # in the slot of the broken version, not of a good one
+        assert writer.versions == (1, 2)
+        RelayReader(writer.publish(4, weights(3))).verify()
         RelayReader(second).verify()
+        assert writer.versions == (2, 4)
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_all_kept_versions_are_readable_until_the_new_one_is_complete(path: str, keep: int) -> None:
+    with WholeWriter(path, keep=keep) as writer:
+        manifests = [writer.publish(version, weights(version)) for version in range(keep)]
+
+        def looking() -> Iterator[tuple[str, torch.Tensor]]:
+            for pair in weights(9):
+                yield pair
+                assert writer.versions == tuple(range(keep))
+                for manifest in manifests:
+                    RelayReader(manifest).verify()
+
+        writer.publish(9, looking())
+        assert writer.versions == (*range(1, keep), 9)
 
 
 def test_a_changed_byte_is_found_and_the_shard_is_named(path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -169,6 +170,58 @@ def test_a_version_evicted_while_it_is_pulled_never_becomes_complete(nodes: Node
     assert same(mirror.pull(None, server.address, 10.0), 4)
 
 
+def test_kept_versions_stay_while_another_is_pulled_and_when_the_pull_fails(nodes: Nodes) -> None:
+    fast, slow, mirror = nodes.server(), nodes.server(bytes_per_s=1.5e6), nodes.mirror(chunk_bytes=20_000)
+    kept = [mirror.pull(nodes.manifest, fast.address, 10.0)]
+    kept += [mirror.pull(nodes.writer.publish(v, tensors(v)), fast.address, 10.0) for v in (2, 3)]
+    fourth = nodes.writer.publish(4, tensors(4))
+
+    def cut() -> None:
+        while slow.sent_bytes < 150_000:
+            time.sleep(0.005)
+        slow.close()
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    with pytest.raises(DeadlineExceeded):
+        mirror.pull(fourth, slow.address, 0.3)
+    thread.join()
+    assert all(same(local, local.version) for local in kept)
+    assert same(mirror.pull(nodes.writer.publish(5, tensors(5)), fast.address, 10.0), 5)
+    assert RelayFile.look(mirror.path).versions() == (2, 3, 5)
+
+
+def test_a_slot_given_away_during_a_pull_is_marked_with_nothing_of_it(nodes: Nodes) -> None:
+    server, mirror = nodes.server(bytes_per_s=1.5e6), nodes.mirror(chunk_bytes=20_000)
+    mirror.pull(nodes.manifest, server.address, 10.0, names=["norm"])
+    second = nodes.writer.publish(2, tensors(2))
+    other = RelayFile.join(mirror.path, RelayFile.look(mirror.path).table, (0,), 3)
+    before = server.sent_bytes
+
+    def give_away() -> None:
+        while server.sent_bytes < before + 20_000:
+            time.sleep(0.002)
+        for version in (3, 4, 5):
+            other.assign(version)
+
+    thread = threading.Thread(target=give_away)
+    thread.start()
+    with pytest.raises(WeightSyncError, match=r"version 2 was overtaken in .* by 5"):
+        mirror.pull(second, server.address, 10.0)
+    thread.join()
+    (slot,) = (s for s in range(other.slots) if other.assigned[s][0] == 5)
+    marked = other.present[slot].any()
+    other.close()
+    assert not marked
+
+
+@pytest.mark.parametrize("sources", [[], "", "localhost", ":80", "localhost:", "localhost:http", ["a:1", "a:70000"]])
+def test_what_is_no_address_is_refused_by_value(nodes: Nodes, sources: str | list[str]) -> None:
+    wrong = sources[-1] if sources and not isinstance(sources, str) else sources
+    with pytest.raises(WeightSyncError, match=re.escape(repr(wrong))):
+        nodes.mirror().pull(nodes.manifest, sources, 5.0)
+
+
 def test_a_slow_link_is_waited_for_as_long_as_bytes_come(nodes: Nodes) -> None:
     server, mirror = nodes.server(bytes_per_s=5e5), nodes.mirror()
     began = time.monotonic()
@@ -329,6 +382,26 @@ def test_an_anchor_that_the_server_has_lost_or_knows_otherwise_costs_only_the_sa
     local = mirror.pull(nodes.writer.publish(5, close), server.address, 5.0, delta=True)
     assert RelayReader(local).verify()
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(RelayReader(local), close, strict=True))
+
+
+def test_a_relay_that_was_made_anew_is_what_its_server_serves(nodes: Nodes) -> None:
+    path, other = nodes.path("again"), [("w", torch.ones(3))]
+    with WholeWriter(path) as writer:
+        writer.publish(1, tensors(1))
+        server, mirror = nodes.server(path=path), nodes.mirror()
+        assert same(mirror.pull(None, server.address, 5.0), 1)
+    assert same(nodes.mirror("b").pull(None, server.address, 5.0), 1)  # until there is another
+    with WholeWriter(path) as writer:
+        writer.publish(1, tensors(2))
+        assert same(nodes.mirror("c").pull(None, server.address, 5.0), 2)
+        with pytest.raises(WeightSyncError, match=r"version 1 in .* has other bytes: another run's relay"):
+            mirror.pull(None, server.address, 5.0)
+    with WholeWriter(path) as writer:
+        manifest = writer.publish(1, other)
+        with pytest.raises(WeightSyncError, match="serves another layout"):
+            mirror.pull(None, server.address, 5.0)
+        local = nodes.mirror("d").pull(manifest, server.address, 5.0)
+        assert torch.equal(dict(RelayReader(local))["w"], torch.ones(3))
 
 
 def test_another_runs_versions_and_wrong_secrets_are_not_taken(nodes: Nodes) -> None:

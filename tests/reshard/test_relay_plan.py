@@ -27,6 +27,7 @@ MOE = dict(
     model_type="qwen3_moe",
     num_hidden_layers=2,
     num_experts=8,
+    head_dim=4,
     moe_intermediate_size=16,
     num_experts_per_tok=2,
     tie_word_embeddings=False,

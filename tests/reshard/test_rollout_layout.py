@@ -55,10 +55,10 @@ def test_without_expert_parallel_their_width_is_cut_over_all_ranks_of_a_replica(
     ("config", "parallel", "says"),
     [
         (QWEN2, RolloutParallel(tensor=3), "tensor_parallel=3.*2 or 4"),
-        (QWEN2 | dict(num_attention_heads=12), RolloutParallel(tensor=6), r"key/value heads \(4\).*4 or 12"),
+        (QWEN2 | dict(num_attention_heads=12), RolloutParallel(tensor=6), r"key/value heads \(4\); nearest legal: 4"),
         (QWEN2, RolloutParallel(data=2, expert=True), "the model has none"),
-        (QWEN3_MOE, RolloutParallel(data=3), r"3 does not divide the model's expert width.*2 or 4"),
-        (QWEN3_MOE, RolloutParallel(tensor=2, data=8, expert=True), "16 is more than the 8 experts"),
+        (QWEN3_MOE, RolloutParallel(data=3), r"data=3 .*model's expert width.*2 or 4"),
+        (QWEN3_MOE, RolloutParallel(tensor=2, data=8, expert=True), "more than the 8 experts; nearest legal: 4"),
     ],
 )
 def test_illegal_sizes_are_refused_with_the_reason_and_the_nearest_legal_ones(config, parallel, says):

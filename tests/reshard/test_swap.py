@@ -214,19 +214,43 @@ def test_a_return_that_finds_no_memory_can_be_tried_again(
     assert all(torch.equal(a, b) for a, b in zip(before, state.copies(), strict=True))
 
 
-def test_what_cannot_be_swapped_is_refused_before_anything_moves(memory: DeviceMemory, swap: HostSwap) -> None:
-    weight, mapped, gone = torch.ones(10), torch.from_numpy(np.zeros(4)), torch.ones(3)
+def test_what_cannot_be_swapped_is_refused_before_anything_moves_or_is_counted(
+    memory: DeviceMemory, swap: HostSwap
+) -> None:
+    weight, mapped, counted = torch.ones(10), torch.from_numpy(np.zeros(4)), torch.ones(3)
+    memory.adopt(BUCKET, [counted])
+    before = memory.usage()
     with pytest.raises(PlatformError, match=r"32 bytes \(optimizer\) cannot be freed"):
         swap.out({TRAIN_WEIGHTS: [weight], OPTIMIZER: [mapped]})
-    gone.untyped_storage().resize_(0)
-    with pytest.raises(PlatformError, match=r"\(optimizer\) is empty already"):
-        swap.out({TRAIN_WEIGHTS: [weight], OPTIMIZER: [gone]})
-    assert not swap.is_out and weight.tolist() == [1.0] * 10
+    with pytest.raises(PlatformError, match=r"12 bytes is counted as bucket, not optimizer"):
+        swap.out({TRAIN_WEIGHTS: [weight], OPTIMIZER: [torch.ones(2), counted]})
+    assert not swap.is_out and weight.tolist() == [1.0] * 10 and memory.usage() == before
     swap.out({TRAIN_WEIGHTS: [weight], OPTIMIZER: [weight[2:]]})  # a storage under two kinds belongs to the first
     with pytest.raises(PlatformError, match="still out"):
         swap.out({TRAIN_WEIGHTS: [weight]})
     swap.back()
     assert weight.tolist() == [1.0] * 10
+
+
+def test_storages_without_bytes_stay_as_they_are(memory: DeviceMemory, swap: HostSwap) -> None:
+    weight, nothing, gone = torch.ones(10), torch.empty(0), torch.ones(3)
+    gone.untyped_storage().resize_(0)
+    assert swap.out({TRAIN_WEIGHTS: [nothing, weight], OPTIMIZER: [gone]}).moved_bytes == 40
+    swap.back()
+    assert (weight.tolist(), gone.untyped_storage().nbytes()) == ([1.0] * 10, 0)
+
+
+def test_undo_ends_a_copy_under_way_and_brings_back_what_had_left(
+    memory: DeviceMemory, swap: HostSwap, platform: GatedPlatform
+) -> None:
+    state = State()
+    before = state.copies()
+    swap.undo()  # of nothing
+    platform.gate.clear()
+    swap.start_out(state.by_kind(), hold=(TRAIN_WEIGHTS,))
+    threading.Timer(0.1, platform.gate.set).start()
+    swap.undo()
+    assert not swap.is_out and all(torch.equal(a, b) for a, b in zip(before, state.copies(), strict=True))
 
 
 def test_storages_that_return_are_not_cleared_by_the_kernel_again(swap: HostSwap) -> None:

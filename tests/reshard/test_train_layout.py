@@ -170,9 +170,9 @@ def test_replicas_hold_the_same_and_experts_follow_megatrons_rank_order():
     ("config", "parallel", "says"),
     [
         (QWEN2, TrainParallel(tensor=3), "tensor_parallel=3.*attention heads.*2 or 4"),
-        (QWEN2 | dict(num_attention_heads=12), TrainParallel(tensor=6), r"tensor_parallel=6.*heads \(4\).*4 or 12"),
+        (QWEN2 | dict(num_attention_heads=12), TrainParallel(tensor=6), r"=6 .*heads \(4\); nearest legal: 4"),
         (QWEN2, TrainParallel(expert=2), "no experts"),
-        (QWEN3_MOE, TrainParallel(data=3, expert=3), r"3 does not divide the model's experts \(8\).*2 or 4"),
+        (QWEN3_MOE, TrainParallel(data=3, expert=3), r"3 does not divide the model's experts \(8\).*legal: 1"),
         (QWEN3_MOE, TrainParallel(data=3, expert=2), "the 3 ranks of a pipeline stage.*nearest legal: 1"),
         (QWEN2, TrainParallel(virtual=2), "pipeline_parallel >= 2"),
         (QWEN2, TrainParallel(pipeline=2, pipeline_layers=(3, 2)), "4 layers in all"),

@@ -33,9 +33,9 @@ MODEL = dict(
 
 
 @contextlib.contextmanager
-def publishers(parallel, timeout_s=5.0, dtype="float32"):
+def publishers(parallel, timeout_s=5.0, dtype="float32", model=MODEL):
     """(layout, shards by rank, a publisher for each rank) over one relay."""
-    layout = train_layout(describe(MODEL), parallel)
+    layout = train_layout(describe(model), parallel)
     plan = write_plan(layout)
     path = f"/dev/shm/asyncflow-{os.getpid()}-test{secrets.token_hex(4)}"
     shards = [{p.name: torch.zeros(p.shape) for p in params} for params in layout.ranks]
@@ -94,6 +94,27 @@ def test_all_ranks_together_publish_the_full_tensors(parallel, dtype):
             assert all(torch.equal(got[n], full[n].to(getattr(torch, dtype))) for n in full)
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_padding_rows_of_the_vocabulary_are_not_published(tied):
+    """B71: 1003 tokens padded to 1024 rows, 512 on each of two ranks; the 21 last ones hold 50."""
+    model = MODEL | dict(vocab_size=1003, tie_word_embeddings=tied)
+    with publishers(TrainParallel(tensor=2, vocab_multiple=128), model=model) as (layout, shards, ranks):
+        for held in shards:
+            for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                if name in held:
+                    assert len(held[name].fill_(50.0)) == 512
+        full = {n: torch.randn(t.shape) for n, t in layout.tensors.items()}
+        set_weights(layout, shards, full)
+        for rank in ranks:
+            rank.start(1)
+        relay = ranks[0].relay
+        manifest = assemble(1, relay.table, relay.path, [rank.result(1).checksums for rank in ranks])
+        got = dict(RelayReader(manifest))
+        assert ("lm_head.weight" in got) is not tied
+        assert got["model.embed_tokens.weight"].shape == (1003, 32)
+        assert all(torch.equal(got[n], full[n]) for n in full)
+
+
 class Gate:
     """Shards that are handed out when the gate opens."""
 
@@ -128,7 +149,7 @@ def test_a_write_that_failed_is_raised_to_driver_and_optimizer_alike():
     with publishers(TrainParallel()) as (_, shards, (publisher,)):
         del shards[0]["decoder.final_layernorm.weight"]
         publisher.start(1)
-        for ask in (publisher.settle, lambda: publisher.result(1)):
+        for ask in (publisher.settle, lambda: publisher.result(1), lambda: publisher.start(2)):
             with pytest.raises(KeyError, match="final_layernorm"):
                 ask()
 

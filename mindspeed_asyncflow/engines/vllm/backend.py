@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mindspeed_asyncflow.config.model import HEAD
 from mindspeed_asyncflow.config.schema import RolloutConfig
 from mindspeed_asyncflow.engines.base import EngineCaps
 from mindspeed_asyncflow.engines.lifecycle import PAUSE_MODES
 from mindspeed_asyncflow.engines.step_backend import Finished, WantedWeight
 from mindspeed_asyncflow.engines.vllm import versions
-from mindspeed_asyncflow.engines.weights import TIED_HEAD, FolderWeights
+from mindspeed_asyncflow.engines.weights import FolderWeights
 from mindspeed_asyncflow.errors import EngineError, WeightSyncError
 from mindspeed_asyncflow.records import GenRequest, SamplingSpec, WeightManifest
 from mindspeed_asyncflow.reshard.relay import manifest_to_json
@@ -212,7 +213,7 @@ class VLLMBackend:
         return fingerprints.pop()
 
     def weights_wanted(self) -> tuple[WantedWeight, ...]:
-        optional = {TIED_HEAD} if self._weights.tied else set()
+        optional = {HEAD} if self._weights.tied else set()
         return tuple(WantedWeight(n, self._dtype, s) for n, s in self._weights.shapes.items() if n not in optional)
 
     def generation_buffers(self) -> dict[str, torch.Tensor]:

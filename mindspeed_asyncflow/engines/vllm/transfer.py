@@ -17,19 +17,10 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from mindspeed_asyncflow.errors import WeightSyncError
-from mindspeed_asyncflow.reshard.relay import RelayReader, manifest_from_json
+from mindspeed_asyncflow.reshard.relay import feed, manifest_from_json
 
 BACKEND = "asyncflow_relay"
 EXTENSION = "mindspeed_asyncflow.engines.vllm.transfer.RelayWorker"
-
-
-def read_relay(manifest: str, load_weights: Callable[..., Any]) -> str:
-    """Feed one relay version to `load_weights` and return its fingerprint. Raises `WeightSyncError`."""
-    reader = RelayReader(manifest_from_json(manifest))
-    fingerprint = reader.verify()
-    load_weights(iter(reader))
-    reader.check()  # the writer must not have recycled the slot while we copied
-    return fingerprint
 
 
 @dataclass
@@ -63,7 +54,7 @@ class RelayTransferEngine(WeightTransferEngine[RelayInit, RelayUpdate]):
     def receive_weights(self, update_info: RelayUpdate, load_weights: Callable[..., Any] | None = None) -> None:
         self.loaded = ""
         load: Callable[..., Any] = load_weights or self.model.load_weights  # type: ignore[assignment]
-        self.loaded = read_relay(update_info.manifest, load)
+        self.loaded = feed(manifest_from_json(update_info.manifest), load)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -104,7 +95,7 @@ class RelayWorker:
         model = self.model_runner.model
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             initialize_layerwise_reload(model)
-            self._relay_loaded = read_relay(manifest, model.load_weights)
+            self._relay_loaded = feed(manifest_from_json(manifest), model.load_weights)
             finalize_layerwise_reload(model, self.model_config)
 
     def relay_end(self) -> str:

@@ -79,6 +79,18 @@ def test_no_rows_is_allowed():
 
 
 @pytest.mark.slow
+def test_padding_of_many_rows_over_two_ranks_weighs_nothing(groups):
+    """B71: 1003 tokens in 1024 rows, 512 on each rank; padding rows at +50, all other logits 0."""
+    logits, targets = np.zeros((4, 1024), np.float32), np.array([0, 511, 512, 1002])
+    logits[:, 1003:] = 50.0
+    for part in groups.of(2).run(rank_cases.tensor_parallel_logprobs, logits=logits, targets=targets, size=1003):
+        assert np.allclose(part["logprob"], -6.91075, atol=1e-5)
+        assert np.allclose(part["entropy"], 6.91075, atol=1e-5)
+        assert part["grad"].shape == (4, 512)
+    assert not part["grad"][:, 491:].any() and part["grad"][:, :491].all()
+
+
+@pytest.mark.slow
 def test_two_ranks_with_half_the_vocabulary_each_agree_with_one(groups):
     rng = np.random.default_rng(2)
     logits, targets = rng.normal(size=(6, 10)).astype(np.float32), np.array([0, 4, 5, 8, 2, 7])
