@@ -133,6 +133,14 @@ class WorkflowConfig(Section):
     keep_versions: int = Field(
         3, ge=2, description="Weight versions in shared memory, beside the one being written; more than max_lag."
     )
+    relay: Literal["auto", "mirror"] = Field(
+        "auto",
+        description="How versions come to replicas. auto: mapped on the trainers' node, through one mirror per node "
+        "elsewhere; mirror: through a mirror also on the trainers' node (to try it on one machine).",
+    )
+    relay_delta: bool = Field(
+        False, description="Mirrors fetch only the bytes that differ from the version before, where that is shorter."
+    )
     overlap: bool = Field(True, description="false: one task at a time (for comparison); needs max_lag 0.")
     groups_per_step: int = Field(32, ge=1, description="Prompt groups per optimizer step.")
     probe_answers: int = Field(

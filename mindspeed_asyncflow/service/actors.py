@@ -16,6 +16,11 @@ from mindspeed_asyncflow.observe.log import get_logger
 ASIDE = "aside"  # Ray's name for the thread of the methods that run beside all others
 
 
+def here() -> tuple[str, str]:
+    """(id, address) of this process's node."""
+    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+
 class Host:
     """Lives in a Ray actor. Heavy libraries are loaded by `build`, in this process only."""
 
@@ -26,6 +31,9 @@ class Host:
         """Make the worker; returns the process id."""
         self.worker = recipe(*args)
         return os.getpid()
+
+    def where(self) -> tuple[str, str]:
+        return here()
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.worker, method)(*args)
@@ -41,13 +49,16 @@ class Remote:
     """
 
     def __init__(self, handle: Any, name: str, aside: Collection[str] = ()) -> None:
-        self._handle, self._name, self._aside = handle, name, aside
+        self._handle, self.name, self._aside = handle, name, aside
         self.pid = 0
 
     async def build(self, recipe: Callable[..., Any], *args: Any) -> Remote:
         self.pid = await self._await(self._handle.build.remote(recipe, *args))
-        get_logger("service").debug("%s is process %d", self._name, self.pid)
+        get_logger("service").debug("%s is process %d", self.name, self.pid)
         return self
+
+    async def where(self) -> tuple[str, str]:
+        return await self._await(self._handle.where.remote())
 
     async def get(self, attribute: str) -> Any:
         return await self._await(self._handle.get.remote(attribute))
@@ -66,10 +77,10 @@ class Remote:
         try:
             return await reference
         except RayTaskError as error:
-            get_logger("service").debug("%s raised\n%s", self._name, error)
+            get_logger("service").debug("%s raised\n%s", self.name, error)
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except RayActorError as error:
-            raise WorkerLost(f"{self._name} (process {self.pid or '?'}) died: {_short(error)}") from None
+            raise WorkerLost(f"{self.name} (process {self.pid or '?'}) died: {_short(error)}") from None
 
     def kill(self) -> None:
         """End the process; nothing to do where Ray itself has gone."""

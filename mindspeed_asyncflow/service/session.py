@@ -18,13 +18,16 @@ from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.errors import DeadlineExceeded
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.service import wiring
-from mindspeed_asyncflow.service.actors import Remote, spawn
+from mindspeed_asyncflow.service.actors import Remote, here, spawn
 from mindspeed_asyncflow.service.cleanup import shm_path
 from mindspeed_asyncflow.service.placement import DEVICE
+from mindspeed_asyncflow.service.relays import Place, Relays, over_loopback, plan_relays
+from mindspeed_asyncflow.workflow.arrivals import Mirror
 from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.run import Run
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync, expected_of
+from mindspeed_asyncflow.workflow.workers import MirrorRoute
 
 T = TypeVar("T")
 CLOSE_S = 5.0  # workers get this long to close in order before they are killed
@@ -54,7 +57,10 @@ class Session:
         """Start every worker at the same time; an error names the ones that did not come up."""
         config, secret = self.config, secrets.token_bytes(16)
         say("starting dock")
-        addresses = await self._start_dock(secret)
+        pairs = [self._spawn(f"dock{i}") for i in range(config.dock.pairs)]
+        self._spawn_workers()
+        await self._find_places()
+        addresses = await self._start_dock(pairs, secret)
         self.dock = DockClient(addresses, secret, config.dock.wait_s)
         spec = wiring.WorkerSpec(
             config, self.model_folder, self.stop_ids, addresses, secret, str(self.folder.trace), str(self.folder.log)
@@ -63,6 +69,32 @@ class Session:
             f"starting {config.trainer.world_size} trainer rank(s), {config.rollout.replicas} rollout replica(s) "
             f"({config.rollout.engine}), scorer"
         )
+        relays = self._plan_relays()
+        host = self.places["trainer0"].ip
+        await self._in_time({"trainer0": self.trainers[0].build(wiring.hold_rendezvous_port, host)})
+        master = host, await self._within(self.trainers[0].get("port"), "trainer0 to name its port")
+        starting = {f"rollout{i}": w.build(wiring.build_rollout, spec, i) for i, w in enumerate(self.rollouts)}
+        starting |= {
+            f"trainer{r}": w.build(wiring.build_trainer, spec, r, master, relays.ranks[r])
+            for r, w in enumerate(self.trainers)
+        }
+        starting |= {f"reference{i}": w.build(wiring.build_reference, spec, i) for i, w in enumerate(self.references)}
+        starting["scorer"] = self.scorer.build(wiring.build_scorer, spec)
+        await self._in_time(starting)
+        table = await self._within(self.trainers[0].table(), "trainer0 to describe the relay")
+        self.sync = WeightSync(
+            self.rollouts,
+            config.model.dtype,
+            relays.ranks[0].path,
+            table,
+            update=config.workflow.update,
+            keep=config.workflow.keep_versions,
+            mirrors=await self._start_mirrors(relays),
+            busy=self.recorder.busy,
+        )
+
+    def _spawn_workers(self) -> None:
+        config = self.config
         self.trainers = [
             self._spawn(f"trainer{r}", {DEVICE: 1}, aside=("published",)) for r in range(config.trainer.world_size)
         ]
@@ -72,38 +104,43 @@ class Session:
         ]
         self.references = [self._spawn("reference0")] if config.algorithm.kl_coef > 0 else []
         self.scorer = self._spawn("scorer", concurrency=2)
-        await self._in_time({"trainer0": self.trainers[0].build(wiring.hold_rendezvous_port)})
-        port = await self._within(self.trainers[0].get("port"), "trainer0 to name its port")
-        starting = {f"rollout{i}": w.build(wiring.build_rollout, spec, i) for i, w in enumerate(self.rollouts)}
-        relay = shm_path("relay")
-        starting |= {
-            f"trainer{r}": w.build(wiring.build_trainer, spec, r, port, relay) for r, w in enumerate(self.trainers)
-        }
-        starting |= {f"reference{i}": w.build(wiring.build_reference, spec, i) for i, w in enumerate(self.references)}
-        starting["scorer"] = self.scorer.build(wiring.build_scorer, spec)
-        await self._in_time(starting)
-        table = await self._within(self.trainers[0].table(), "trainer0 to describe the relay")
-        self.sync = WeightSync(
-            self.rollouts,
-            config.model.dtype,
-            relay,
-            table,
-            update=config.workflow.update,
-            keep=config.workflow.keep_versions,
-            busy=self.recorder.busy,
-        )
 
-    async def _start_dock(self, secret: bytes) -> list[str]:
+    async def _find_places(self) -> None:
+        """Where every worker runs, by name, and the driver."""
+        found = {"driver": Place(*here())}
+
+        async def ask(worker: Remote) -> None:
+            found[worker.name] = Place(*await worker.where())
+
+        await self._in_time({worker.name: ask(worker) for worker in self.workers})
+        self.places = over_loopback(found)
+
+    def _plan_relays(self) -> Relays:
+        trainers, replicas = ([self.places[w.name] for w in workers] for workers in (self.trainers, self.rollouts))
+        return plan_relays(trainers, replicas, always_mirror=self.config.workflow.relay == "mirror")
+
+    async def _start_mirrors(self, relays: Relays) -> list[Mirror]:
+        """Relay servers beside the trainer ranks, and a mirror in the first replica of every node that needs one."""
+        secret, workflow = secrets.token_bytes(16), self.config.workflow
+        serving = asyncio.gather(*(self.trainers[rank].serve(ip, secret) for rank, ip in relays.servers.items()))
+        sources = tuple(await self._within(serving, "the trainer ranks to serve the relay"))
+        silence_s = workflow.watchdog_s / 2  # says more than the watchdog, so it comes first
+        mirrors = []
+        for at in relays.mirrors:
+            first = self.rollouts[at.replicas[0]]
+            route = MirrorRoute(at.path, sources, secret, workflow.keep_versions, silence_s, workflow.relay_delta)
+            await self._within(first.use_mirror(route), f"rollout{at.replicas[0]} to take the mirror of {at.ip}")
+            mirrors.append(Mirror(at.ip, at.replicas, first.fetch))
+        return mirrors
+
+    async def _start_dock(self, pairs: list[Remote], secret: bytes) -> list[str]:
         """Addresses of the pairs, also left in the run folder for `asyncflow dock`."""
-        names = [f"dock{i}" for i in range(self.config.dock.pairs)]
-        pairs = {name: self._spawn(name) for name in names}
-        await self._in_time(
-            {
-                name: pair.build(wiring.build_pair, self.config, secret, i, shm_path(f"arena{i}"))
-                for i, (name, pair) in enumerate(pairs.items())
-            }
-        )
-        found = [await self._within(pair.get("address"), f"{name} to name its address") for name, pair in pairs.items()]
+        starting = {}
+        for i, pair in enumerate(pairs):
+            host = self.places[pair.name].ip
+            starting[pair.name] = pair.build(wiring.build_pair, self.config, secret, i, shm_path(f"arena{i}"), host)
+        await self._in_time(starting)
+        found = [await self._within(pair.get("address"), f"{pair.name} to name its address") for pair in pairs]
         self.folder.dock.touch(mode=0o600)
         self.folder.dock.write_text(json.dumps({"addresses": found, "secret": secret.hex()}), encoding="utf-8")
         return found

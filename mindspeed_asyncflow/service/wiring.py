@@ -19,6 +19,7 @@ from mindspeed_asyncflow.observe.trace import Tracer, configure
 from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.platforms.ports import HeldPort, hold_port
 from mindspeed_asyncflow.records import SamplingSpec
+from mindspeed_asyncflow.service.relays import RelayOfRank
 from mindspeed_asyncflow.workflow.publisher import Publisher
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
 from mindspeed_asyncflow.workflow.workers import ReferenceWorker, RolloutWorker, ScoreWorker
@@ -135,14 +136,14 @@ def leaders(config: Config) -> list[int]:
 _held: HeldPort | None = None  # in the process of trainer rank 0: the port of its rendezvous, from choosing to use
 
 
-def hold_rendezvous_port() -> HeldPort:
+def hold_rendezvous_port(host: str) -> HeldPort:
     """Choose and keep the port at which the trainer ranks meet; `build_trainer` in the same process takes it over."""
     global _held
-    _held = hold_port()
+    _held = hold_port(host=host)
     return _held
 
 
-def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay_path: str) -> TrainWorker:
+def build_trainer(spec: WorkerSpec, rank: int, master: tuple[str, int], relay: RelayOfRank) -> TrainWorker:
     from mindspeed_asyncflow.algorithms.policy_loss import make_policy_loss
     from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
     from mindspeed_asyncflow.reshard.relay import RelayWriter
@@ -161,25 +162,20 @@ def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay_path: str
         loss_fn=make_policy_loss(config.algorithm),
         rank=rank,
         world_size=config.trainer.world_size,
-        master_address="127.0.0.1",
-        master_port=master_port,
+        master_address=master[0],
+        master_port=master[1],
         seed=config.run.seed,
         timeout_s=config.workflow.start_timeout_s,
         platform=config.run.platform,
         held_port=_held if rank == 0 else None,
     )
     plan = write_plan(engine.layout)
-    relay = RelayWriter(
-        relay_path,
-        plan.table(engine.layout, config.model.dtype),
-        rank,
-        range(config.trainer.world_size),
-        config.workflow.keep_versions,
-    )
+    table = plan.table(engine.layout, config.model.dtype)
+    writer = RelayWriter(relay.path, table, rank, relay.writers, config.workflow.keep_versions)
     publisher = Publisher(
         engine.shards,
         plan.ranks[rank],
-        relay,
+        writer,
         platform=engine.platform,
         device=engine.device,
         name=name,
@@ -197,14 +193,14 @@ def build_trainer(spec: WorkerSpec, rank: int, master_port: int, relay_path: str
     )
 
 
-def build_pair(config: Config, secret: bytes, pair: int, arena_path: str) -> DockServer:
-    """Controller/warehouse pair number `pair`."""
+def build_pair(config: Config, secret: bytes, pair: int, arena_path: str, host: str) -> DockServer:
+    """Controller/warehouse pair number `pair`, which listens on `host`."""
     return DockServer(
         GRPO_COLUMNS,
         grpo_tasks(with_reference=config.algorithm.kl_coef > 0),
         arena_mb=config.dock.arena_mb,
         lease_s=config.dock.lease_s,
-        host="127.0.0.1",
+        host=host,
         port=config.dock.port + pair if config.dock.port else 0,
         secret=secret,
         pair=pair,

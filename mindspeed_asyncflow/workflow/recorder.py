@@ -165,6 +165,8 @@ class StepRecorder:
             "weight_sync/behind_max": sync.step_behind,
             "weight_sync/probe_gap_max": sync.step_gap,
             "weight_sync/load_s": sync.step_load_s,
+            "weight_sync/fetch_s": sync.arrivals.step_fetch_s,
+            "weight_sync/saved_share": sync.arrivals.step_saved,
             "weight_sync/bytes": sync.table.slot_bytes,
             "weight_sync/unchanged_share": sync.unchanged_share,
             "data/epoch": book.epoch,

@@ -16,6 +16,7 @@ from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.engines.base import TrainEngine
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.records import OptimReport, TrainSample
+from mindspeed_asyncflow.reshard.relay_server import RelayServer
 from mindspeed_asyncflow.workflow.batcher import pack
 from mindspeed_asyncflow.workflow.publisher import Publisher, RankShards
 
@@ -57,6 +58,7 @@ class TrainWorker:
     ) -> None:
         self.engine, self.dock, self.algorithm, self.name = engine, dock, algorithm, name
         self.replica, self.publisher, self.tracer = replica, publisher, tracer
+        self.server: RelayServer | None = None
         self.probe: list[tuple[np.ndarray, np.ndarray]] = []
         self.columns = TRAIN_COLUMNS + (["ref_logprobs"] if algorithm.kl_coef > 0 else [])
 
@@ -132,6 +134,11 @@ class TrainWorker:
         """What the relay holds, as text; the same on every rank."""
         return self.publisher.relay.table.text
 
+    def serve(self, host: str, secret: bytes) -> str:
+        """Serve the relay of this node to the mirrors of other nodes from now on; host:port."""
+        self.server = RelayServer(self.publisher.relay.path, secret, host)
+        return self.server.address
+
     def published(self, version: int) -> RankShards:
         """What this rank wrote of `version`, as soon as all of it is in the relay."""
         return self.publisher.result(version)
@@ -158,6 +165,8 @@ class TrainWorker:
                 (Path(folder) / "extra.json").write_text(json.dumps(extra))
 
     def close(self) -> None:
+        if self.server is not None:
+            self.server.close()
         self.publisher.close()
         self.engine.close()
         self.dock.close()

@@ -3,8 +3,10 @@
     update      a replica loads                          while it loads
     delayed     the newest version, at its boundary      the others do not notice
     rolling     the same, one replica at a time          the others go on answering with what they have
-    in_flight   a version as soon as it is published     its running requests are frozen and go on with the new weights
+    in_flight   a version as soon as it has arrived      its running requests are frozen and go on with the new weights
 
+A replica loads what has *arrived* where it runs (`arrivals.py`): on the trainers' node every version that is published,
+on other nodes what their mirrors have fetched. It goes on with what it has meanwhile, unless the lag law forbids that.
 A *boundary* lies between two generation batches of a replica. In the first two ways nothing changes inside a batch. In
 `rolling` a replica that finds another one loading answers its batch with the older version, unless the lag law forbids
 that for this batch: then it waits for its turn. (With max_lag 0 the law always forbids it.)
@@ -35,6 +37,7 @@ from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.records import OptimReport, UpdateReport, WeightManifest
 from mindspeed_asyncflow.reshard.relay import assemble
 from mindspeed_asyncflow.reshard.relay_table import table_from_text
+from mindspeed_asyncflow.workflow.arrivals import Arrivals, Mirror, Published
 from mindspeed_asyncflow.workflow.publisher import RankShards
 
 # A correct load differs by rounding only: about 1e-5 in float32, up to 0.3 in bfloat16 (30 layers). The fingerprint
@@ -53,8 +56,8 @@ class ServesWeights(Protocol):
 class WeightSync:
     """Lives in the driver's event loop.
 
-    `relay` is the path of the node's relay, `table` what it holds (`RelayTable.text`), `keep` how many versions of it
-    (`workflow.keep_versions`).
+    `relay` is the path of the relay on the trainers' node, `table` what it holds (`RelayTable.text`), `keep` how many
+    versions of it (`workflow.keep_versions`). `mirrors` name the replicas that load from one.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class WeightSync:
         *,
         update: str = "delayed",
         keep: int = 3,
+        mirrors: Sequence[Mirror] = (),
         busy: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ) -> None:
         self.replicas, self.update, self.keep, self.busy = list(replicas), update, keep, busy
@@ -73,13 +77,12 @@ class WeightSync:
         self.limit, self.unmoved_limit = GAP_LIMIT[dtype], UNMOVED_LIMIT[dtype]
         self.served = [NOTHING] * len(replicas)  # version of each replica
         self.newest: WeightManifest | None = None
+        self.arrivals = Arrivals(len(replicas), mirrors, keep)
         self.probe: list[tuple[np.ndarray, np.ndarray]] = []
-        self._expected: asyncio.Future[list[np.ndarray]]  # trainer's log-probabilities at the newest version
         self._fingerprints: dict[int, str] = {}  # of every version that may still be reported
         self._held = [asyncio.Lock() for _ in replicas]  # one who loads; delayed and rolling: or answers a batch
         self._turn = asyncio.Lock()  # rolling: the one that loads
         self._turns = 0  # that load or wait for the turn
-        self._news = [asyncio.Event() for _ in replicas]
         self._since: dict[int, int] = {}  # replicas that answer a batch: version at its beginning
         self._loading: dict[int, tuple[int, float]] = {}  # version and begin of running loads
         self._unmoved = 0
@@ -89,6 +92,7 @@ class WeightSync:
 
     def new_step(self) -> None:
         """What is largest in a step is counted anew: gap, load time, still time, versions behind while answering."""
+        self.arrivals.new_step()
         self.step_gap = self.step_load_s = self.step_still_s = 0.0
         self.step_behind = 0
 
@@ -97,7 +101,7 @@ class WeightSync:
     def publish(
         self, ranks: Sequence[RankShards], expected: asyncio.Future[list[np.ndarray]], optim: OptimReport | None = None
     ) -> None:
-        """All trainer ranks wrote their shards of a version: replicas may load it from now on.
+        """All trainer ranks wrote their shards of a version: replicas may load it as soon as it has arrived.
 
         `expected`: the trainer's log-probabilities of the probe answers, when it has them. `optim`: the step that made
         the version.
@@ -107,14 +111,13 @@ class WeightSync:
         if self.newest is not None and optim is not None:
             self.unchanged_share = unchanged_share(self.newest, manifest)
             self._check_moved(self.newest, manifest, optim)
-        self.newest, self._expected = manifest, expected
+        self.newest = manifest
         self._fingerprints[manifest.version] = manifest.fingerprint
         in_use = [v for v in self.served if v != NOTHING] + list(self._since.values())
         for version in [v for v in self._fingerprints if v < min(in_use, default=0)]:
             del self._fingerprints[version]
         self.step_behind = max([self.step_behind, *(self.behind()[i] for i in self._since)])
-        for news in self._news:
-            news.set()
+        self.arrivals.publish(Published(manifest, expected))
 
     def _check_moved(self, before: WeightManifest, now: WeightManifest, optim: OptimReport) -> None:
         stepped = optim.applied and optim.grad_norm > 0 and optim.lr > 0
@@ -136,7 +139,8 @@ class WeightSync:
     # ---- rollout side ------------------------------------------------------------------------------------------------
 
     def is_behind(self, index: int) -> bool:
-        return self.newest is not None and self.newest.version > self.served[index]
+        arrived = self.arrivals.at(index)
+        return arrived is not None and arrived.version > self.served[index]
 
     @contextlib.asynccontextmanager
     async def boundary(self, index: int, needed: int) -> AsyncIterator[int]:
@@ -146,6 +150,7 @@ class WeightSync:
         other caller can change the replica's weights before the block ends.
         """
         async with self._held[index] if self.update != "in_flight" else contextlib.nullcontext():
+            await self.arrivals.wait(index, needed)
             if self.update == "in_flight":
                 if self.served[index] < needed:
                     await self.bring_up(index)
@@ -163,20 +168,28 @@ class WeightSync:
         return self.update == "rolling" and self._turns > 0 and self.served[index] >= max(needed, 0)
 
     async def follow(self, index: int) -> None:
-        """In flight: load every version as soon as it is published, or the newest of several. Never ends."""
+        """In flight: load every version as soon as it has arrived, or the newest of several. Never ends."""
+        news = self.arrivals.news[index]
         while True:
-            await self._news[index].wait()
-            self._news[index].clear()
+            await news.wait()
+            news.clear()
             await self.bring_up(index)
 
     async def bring_up(self, index: int) -> None:
-        """Replica `index` loads the newest version at its next boundary (in flight: now), if it is behind."""
+        """Replica `index` loads what has arrived at its next boundary (in flight: now), if that is newer."""
         async with self._held[index]:
             await self._load_newest(index)
 
     async def bring_all_up(self) -> None:
         """Every replica serves the newest version (start, evaluation, end of run)."""
-        await asyncio.gather(*(self.bring_up(i) for i in range(len(self.replicas)) if self.is_behind(i)))
+        newest = NOTHING if self.newest is None else self.newest.version
+
+        async def bring(index: int) -> None:
+            await self.arrivals.wait(index, newest)
+            if self.is_behind(index):
+                await self.bring_up(index)
+
+        await asyncio.gather(*map(bring, range(len(self.replicas))))
 
     async def _load_newest(self, index: int) -> None:
         self._turns += 1
@@ -194,8 +207,9 @@ class WeightSync:
         While it answers that would lose answers, so it is an error. It cannot come as long as `keep` > max_lag: the
         trainer does not get past the batch that the replica answers.
         """
-        assert self.newest is not None, "loading follows publish"
-        manifest, expected = self.newest, self._expected
+        arrived = self.arrivals.at(index)
+        assert arrived is not None and self.newest is not None, "loading follows publish"
+        manifest = arrived.manifest
         began = time.perf_counter()
         self._loading[index] = (manifest.version, began)
         try:
@@ -211,6 +225,7 @@ class WeightSync:
             if index in self._since:
                 raise WeightSyncError(f"{said}: {error}") from error
             get_logger("weights").warning("%s; it loads the newest instead", said)
+            await self.arrivals.wait(index, manifest.version + 1)
             return False
         finally:
             del self._loading[index]
@@ -221,7 +236,7 @@ class WeightSync:
             )
         self.served[index] = report.version
         self.step_load_s = max(self.step_load_s, report.load_s)
-        await self._check_probe(index, expected)
+        await self._check_probe(index, arrived.expected)
         self.step_still_s = max(self.step_still_s, time.perf_counter() - began)
         return True
 
@@ -273,7 +288,7 @@ class WeightSync:
                 wanted, began = self._loading[i]
                 word += f", loading {wanted} for {now - began:.1f} s"
             words.append(word)
-        return f"weights: version {newest} is published; " + "; ".join(words)
+        return f"weights: version {newest} is published; " + "; ".join(words + self.arrivals.describe())
 
 
 def expected_of(trainers: Sequence[Any]) -> asyncio.Future[list[np.ndarray]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,9 +17,10 @@ from mindspeed_asyncflow.algorithms.advantages import group_advantages
 from mindspeed_asyncflow.config.schema import AlgorithmConfig
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.engines.base import RolloutEngine
-from mindspeed_asyncflow.errors import EngineError
+from mindspeed_asyncflow.errors import EngineError, WeightSyncError
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.records import Completion, GenRequest, SamplingSpec, UpdateReport, WeightManifest
+from mindspeed_asyncflow.reshard.relay_mirror import PullReport, RelayMirror
 from mindspeed_asyncflow.rewards.pool import ScorerPool
 
 FINISH_CODES = {"stop": 0, "length": 1, "abort": 2, "error": 3}
@@ -46,6 +47,18 @@ class RolloutReport:
     tokens: int
     busy_s: float
     served: tuple[tuple[int, str], ...]  # (version, fingerprint) at the end of each answer, without repetition
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorRoute:
+    """Where a node's mirror keeps versions (a path under /dev/shm), and from which relay servers it fetches them."""
+
+    path: str
+    sources: tuple[str, ...]  # host:port of the server on every node with trainer ranks
+    secret: bytes = field(repr=False)
+    keep: int
+    timeout_s: float  # a fetch may be silent for so long
+    delta: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +97,7 @@ class RolloutWorker:
         self.engine, self.dock, self.sampling, self.name = engine, dock, sampling, name
         self.seed, self.commit_groups, self.timeout_s = seed, commit_groups, timeout_s
         self.tracer = tracer
+        self.mirror: tuple[RelayMirror, MirrorRoute] | None = None
 
     def generate(self, claim_id: int, batch: RowBatch) -> RolloutReport:
         """Answer all rows, admitted to the engine as one batch.
@@ -151,6 +165,19 @@ class RolloutWorker:
             ),
         )
 
+    def use_mirror(self, route: MirrorRoute) -> None:
+        """This replica fetches versions for all replicas of its node."""
+        self.mirror = RelayMirror(route.path, route.secret, route.keep), route
+
+    def fetch(self, manifest: WeightManifest) -> tuple[WeightManifest, PullReport]:
+        """Bring a version to this node, beside anything else that the replica does: (local manifest, what it took)."""
+        if self.mirror is None:
+            raise WeightSyncError(f"{self.name} has no mirror to fetch weight version {manifest.version} with")
+        mirror, route = self.mirror
+        with self.tracer.span("rollout/fetch_weights", lane=f"{self.name} fetches", version=manifest.version):
+            local = mirror.pull(manifest, route.sources, route.timeout_s, delta=route.delta)
+        return local, mirror.report
+
     def load(self, manifest: WeightManifest) -> UpdateReport:
         with self.tracer.span("rollout/load_weights", lane=self.name, version=manifest.version):
             return self.engine.update(manifest)
@@ -171,6 +198,8 @@ class RolloutWorker:
             return self.engine.version, self.engine.score(sequences)
 
     def close(self) -> None:
+        if self.mirror is not None:
+            self.mirror[0].close()
         self.engine.close()
         self.dock.close()
         self.tracer.close()

@@ -212,3 +212,35 @@ def pid_of(job, worker):
         if f"{worker}0 is process" in line:
             return int(line.rsplit(" ", 1)[1])
     raise AssertionError(f"no process id of {worker}0 in the log")
+
+
+def loaded_through_mirror(job):
+    """Fetches of the run, all by the first replica of the node, beside what both replicas generate and load."""
+    fetches = spans(job, "rollout/fetch_weights")
+    assert {process for *_, process in fetches} == {"rollout0"}
+    assert {process for *_, process in spans(job, "rollout/load_weights")} == {"rollout0", "rollout1"}
+    assert max(row["weight_sync/fetch_s"] for row in metrics(job)) > 0
+    return fetches
+
+
+def test_replicas_of_one_node_load_through_its_mirror_and_leave_nothing(tmp_path):
+    """The path of several nodes on one: relay server, mirror, differences only; rows, law and probe as ever."""
+    settings = [*SMALL, "rollout.engine=reference", "rollout.replicas=2", "workflow.relay=mirror"]
+    job = Job(tmp_path / "runs", DEFAULT, *settings, "workflow.relay_delta=true", "trainer.steps=6")
+    summary = finished(job)
+    assert summary["samples_trained"] == 6 * 64 and summary["max_lag"] <= 1 and balanced(summary)
+    assert summary["rollout_train_logprob_gap_max"] <= 2e-4
+    assert 1 <= len(loaded_through_mirror(job)) <= 7  # once per version, or less where the next one was there already
+    assert max(row["weight_sync/saved_share"] for row in metrics(job)) > 0
+    assert job.leftovers() == []
+
+
+def test_lag_0_trains_the_same_weights_with_and_without_a_mirror(tmp_path):
+    weights = []
+    for relay in ("auto", "mirror"):
+        settings = ["rollout.engine=reference", "rollout.replicas=2", "workflow.max_lag=0", f"workflow.relay={relay}"]
+        job = Job(tmp_path / relay, DEFAULT, *SMALL, *settings, "trainer.steps=3")
+        assert finished(job)["max_lag"] == 0
+        weights.append(load_file(job.folder / "hf" / "model.safetensors"))
+    loaded_through_mirror(job)
+    assert all((weights[0][k] == weights[1][k]).all() for k in weights[0])

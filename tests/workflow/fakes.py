@@ -29,14 +29,16 @@ from mindspeed_asyncflow.reshard.boxes import whole
 from mindspeed_asyncflow.reshard.layout import Layout, LocalParam, Segment
 from mindspeed_asyncflow.reshard.relay import RelayReader, RelayWriter
 from mindspeed_asyncflow.reshard.relay_plan import write_plan
+from mindspeed_asyncflow.reshard.relay_server import RelayServer
 from mindspeed_asyncflow.rewards.pool import Score
+from mindspeed_asyncflow.workflow.arrivals import Mirror
 from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.publisher import Publisher
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.run import Run
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync, expected_of
-from mindspeed_asyncflow.workflow.workers import RolloutWorker, ScoreWorker
+from mindspeed_asyncflow.workflow.workers import MirrorRoute, RolloutWorker, ScoreWorker
 
 QUIET = Tracer("", "test", enabled=False)
 
@@ -212,9 +214,12 @@ def prompts_of(count: int, batch: int, epochs: int = 1000, drop_last: bool = Tru
 
 
 def run_loops(
-    config: Config, tmp_path, batches, *, rollouts=None, train=None, pool=None, before=None, publish_s=0.0
+    config: Config, tmp_path, batches, *, rollouts=None, train=None, pool=None, before=None, publish_s=0.0, link=None
 ) -> Outcome:
-    """Run the real loops over fake engines to their end (or error)."""
+    """Run the real loops over fake engines to their end (or error).
+
+    `link`: bytes per second between the trainer's node and the one of all replicas; None: they are on one node.
+    """
     rollouts = rollouts or [FakeRollout() for _ in range(config.rollout.replicas)]
     train, pool = train or FakeTrain(), pool or FakePool()
     secret = secrets.token_bytes(8)
@@ -246,7 +251,7 @@ def run_loops(
             RolloutWorker(
                 engine, client(), sampling, name=f"rollout{i}", seed=0, commit_groups=1, timeout_s=5.0, tracer=QUIET
             ),
-            aside=("load", "score") if config.workflow.update == "in_flight" else (),
+            aside=("fetch", "load", "score") if config.workflow.update == "in_flight" else ("fetch",),
         )
         for i, engine in enumerate(rollouts)
     ]
@@ -274,6 +279,16 @@ def run_loops(
         TrainWorker(train, client(), config.algorithm, name="trainer0", replica=0, publisher=publisher, tracer=QUIET),
         aside=("published",),
     )
+    mirrors = []
+    if link is not None:
+        relay_server = RelayServer(path, secret, bytes_per_s=link)
+        stack.callback(relay_server.close)
+        first = remote_rollouts[0]
+        stack.callback(lambda: first.worker.mirror[0].close())
+        first.worker.use_mirror(
+            MirrorRoute(f"{path}-mirror", (relay_server.address,), secret, config.workflow.keep_versions, 5.0, False)
+        )
+        mirrors = [Mirror("b", tuple(range(len(rollouts))), first.fetch)]
     sync = WeightSync(
         remote_rollouts,
         "float32",
@@ -281,6 +296,7 @@ def run_loops(
         relay.table.text,
         update=config.workflow.update,
         keep=config.workflow.keep_versions,
+        mirrors=mirrors,
         busy=recorder.busy,
     )
     sync.probe = [(np.array([1], np.int32), np.array([2, 3], np.int32))]
