@@ -222,6 +222,7 @@ def test_what_is_no_address_is_refused_by_value(nodes: Nodes, sources: str | lis
         nodes.mirror().pull(nodes.manifest, sources, 5.0)
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_waited_for_as_long_as_bytes_come(nodes: Nodes) -> None:
     server, mirror = nodes.server(bytes_per_s=5e5), nodes.mirror()
     began = time.monotonic()

@@ -80,6 +80,7 @@ def test_what_is_no_weight_of_the_model_is_named() -> None:
         make_table({"w": (2, 2)}, "float32").shards_of(["w", "x"])
 
 
+@pytest.mark.slow
 def test_the_table_of_a_model_with_45_thousand_tensors_is_made_and_read_in_time() -> None:
     shapes = {f"model.layers.{i // 768}.mlp.experts.{i % 768}.up_proj.weight": (4, 4) for i in range(45_000)}
     table = make_table(shapes, "bfloat16")

@@ -40,6 +40,7 @@ def test_a_process_that_ignores_the_request_to_end_is_killed():
     assert stubborn.poll() is not None
 
 
+@pytest.mark.slow
 def test_the_reaper_ends_marked_processes_when_the_driver_dies_without_cleaning(tmp_path):
     """B97: a driver that is killed; its orphan carries the mark and is ended, the scratch folder goes too."""
     scratch = tmp_path / "scratch"

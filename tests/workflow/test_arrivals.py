@@ -200,6 +200,7 @@ def looped(tmp_path, link, **more):
     return run_loops(settings, tmp_path, prompts_of(100, 4), rollouts=rollouts, train=train, link=link)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_law_holds_and_nothing_is_lost_over_a_slow_link(tmp_path, max_lag, update):

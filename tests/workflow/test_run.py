@@ -201,6 +201,7 @@ def test_a_rollout_error_after_two_samples_ends_the_run_with_that_error(tmp_path
     assert saved[0].trained == 0
 
 
+@pytest.mark.slow
 def test_a_run_without_progress_stops_and_names_who_waits(tmp_path):
     """B47: collectors that never answer."""
     began = time.monotonic()
@@ -260,6 +261,7 @@ def test_every_step_divides_by_the_tokens_of_its_global_batch(tmp_path):
     assert out.train.denominators == [16.0, 16.0, 16.0]
 
 
+@pytest.mark.slow
 def test_a_run_whose_answers_all_go_without_a_score_ends_with_a_valid_summary_and_untouched_weights(tmp_path):
     """B09, B05: nothing to train on is no step of the optimizer, no NaN and no lost report."""
     pool = FakePool()
