@@ -124,7 +124,7 @@ class HostModel:
                     if tensor.untyped_storage().nbytes() == 0:
                         self._memory.restore(tensor, tensor.numel() * tensor.element_size())
                         restored.append(tensor)
-        except Exception:
+        except Exception:  # boundary: nothing stays half restored, and the error goes on
             for tensor in restored:
                 self._memory.release(tensor)
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +44,3 @@ def extreme(value: int, op: Any, device: torch.device, group: Any = None) -> int
     tensor = torch.tensor([value], dtype=torch.int64, device=device)
     dist.all_reduce(tensor, op=op, group=group)
     return int(tensor)
-
-
-def is_finite_number(value: float) -> bool:
-    return math.isfinite(value)
