@@ -10,29 +10,10 @@ from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape
 from mindspeed_asyncflow.reshard.layout import Layout, LocalParam, Segment
 from mindspeed_asyncflow.reshard.relay_plan import write_plan
 from mindspeed_asyncflow.reshard.train_layout import train_layout
-from tests.reshard.models import DEEPSEEK
+from tests.reshard.models import DEEPSEEK, QWEN2_FEW_KV, QWEN3_MOE
 
-DENSE = dict(
-    model_type="qwen2",
-    hidden_size=32,
-    num_hidden_layers=5,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    intermediate_size=64,
-    vocab_size=101,
-    tie_word_embeddings=True,
-)
-MOE = dict(
-    DENSE,
-    model_type="qwen3_moe",
-    num_hidden_layers=2,
-    num_experts=8,
-    head_dim=4,
-    moe_intermediate_size=16,
-    num_experts_per_tok=2,
-    tie_word_embeddings=False,
-    norm_topk_prob=True,
-)
+DENSE = QWEN2_FEW_KV | dict(num_hidden_layers=5, vocab_size=101, tie_word_embeddings=True)
+MOE = QWEN3_MOE | dict(num_hidden_layers=2)
 CASES = [
     (DENSE, TrainParallel()),
     (DENSE, TrainParallel(tensor=4, data=2)),

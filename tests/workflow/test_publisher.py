@@ -19,17 +19,9 @@ from mindspeed_asyncflow.reshard.relay import RelayReader, RelayWriter, assemble
 from mindspeed_asyncflow.reshard.relay_plan import write_plan
 from mindspeed_asyncflow.reshard.train_layout import train_layout
 from mindspeed_asyncflow.workflow.publisher import Publisher
+from tests.reshard.models import QWEN2
 
-MODEL = dict(
-    model_type="qwen2",
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=48,
-    vocab_size=67,
-    tie_word_embeddings=True,
-)
+MODEL = QWEN2 | dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
 
 
 @contextlib.contextmanager
