@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import rank_cases
-from tiny_models import make_model, make_samples, reference
+from tiny_models import make_model, make_samples, name_of, reference
 
 pytestmark = pytest.mark.slow
 
@@ -89,11 +89,6 @@ def references(models):
 def distance(a, b):
     """Relative, over a whole tensor."""
     return float(np.linalg.norm(a - b) / (np.linalg.norm(b) + 1e-12))
-
-
-def name_of(case):
-    kind, sizes = case
-    return "-".join([kind, *(f"{k}={v}" for k, v in sizes.items())])
 
 
 @pytest.mark.parametrize(("kind", "sizes"), CASES, ids=map(name_of, CASES))

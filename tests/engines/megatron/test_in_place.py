@@ -4,7 +4,7 @@ import numpy as np
 import place_cases
 import pytest
 from place_cases import GENERATE, TRAIN
-from tiny_models import make_model, make_samples
+from tiny_models import make_samples, name_of
 
 pytestmark = pytest.mark.slow
 
@@ -19,19 +19,6 @@ CASES = [
     ("deepseek_v3", {**PP2, "pipeline_layers": [1, 2]}, "bfloat16"),  # routers are float32 while generating
 ]
 ALLOWED = {"float32": 2e-4, "bfloat16": 0.3}  # the last: two implementations round differently, layer by layer
-
-
-def name_of(case):
-    kind, sizes, dtype = case
-    return "-".join([kind, *(f"{k}={v}" for k, v in sizes.items()), dtype])
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    found = {kind: str(tmp_path_factory.mktemp(kind)) for kind in ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3")}
-    for kind, folder in found.items():
-        make_model(kind, folder)
-    return found
 
 
 @pytest.mark.parametrize(("kind", "sizes", "dtype"), CASES, ids=map(name_of, CASES))

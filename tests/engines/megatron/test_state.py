@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import swap_cases
-from tiny_models import make_model, make_samples
+from tiny_models import make_samples, name_of
 
 pytestmark = pytest.mark.slow
 
@@ -21,19 +21,6 @@ CASES = [
     ("qwen3_moe", {**SHARDED, "expert_parallel": 2}, "bfloat16"),
     ("deepseek_v3", {**TP2, "sequence_parallel": True}, "bfloat16"),
 ]
-
-
-def name_of(case):
-    kind, sizes, dtype = case
-    return "-".join([kind, *(f"{k}={v}" for k, v in sizes.items()), dtype])
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    found = {kind: str(tmp_path_factory.mktemp(kind)) for kind in ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3")}
-    for kind, folder in found.items():
-        make_model(kind, folder)
-    return found
 
 
 @pytest.mark.parametrize(("kind", "sizes", "dtype"), CASES, ids=map(name_of, CASES))

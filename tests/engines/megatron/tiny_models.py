@@ -173,3 +173,9 @@ def split_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         else:
             out[name] = value
     return out
+
+
+def name_of(case):
+    """A test's name: family, the sizes that differ from 1, and the data type where it is part of the case."""
+    kind, sizes, *dtype = case
+    return "-".join([kind, *(f"{k}={v}" for k, v in sizes.items()), *dtype])
