@@ -46,6 +46,9 @@ class DataConfig(Section):
 class AlgorithmConfig(Section):
     advantage: Literal["grpo", "dr_grpo"] = Field("grpo", description="Group-relative advantage.")
     group_size: int = Field(8, ge=1, description="Answers per prompt.")
+    dynamic_sampling: bool = Field(
+        False, description="Groups whose rewards are all equal are dropped and replaced (DAPO)."
+    )
     advantage_eps: float = Field(1e-6, ge=0, description="Added to the standard deviation.")
     loss: Literal["ppo_clip", "reinforce"] = Field("ppo_clip", description="Policy loss.")
     clip_low: float = Field(0.2, ge=0, lt=1, description="Ratio is clipped below 1 - clip_low.")
@@ -101,10 +104,14 @@ class TrainerConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["vllm", "reference"] = Field(
-        "vllm", description="vllm: vLLM / vllm-ascend; reference: plain torch."
+    engine: Literal["vllm", "reference", "simulated"] = Field(
+        "vllm",
+        description="vllm: vLLM / vllm-ascend; reference: plain torch; simulated: no model, `asyncflow simulate` only.",
     )
     replicas: int = Field(1, ge=1, description="Independent engines.")
+    min_replicas: int | None = Field(
+        None, ge=1, description="The run starts with so many replicas, the others join when they are up; default: all."
+    )
     tensor_parallel: int = Field(1, ge=1, description="TP size of one replica.")
     max_new_tokens: int = Field(5, ge=1, description="Longest answer.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; also used by the trainer.")
@@ -123,7 +130,14 @@ class RewardConfig(Section):
 
 
 class WorkflowConfig(Section):
-    schedule: Literal["separated"] = Field("separated", description="Trainer and rollout own their devices.")
+    schedule: Literal["separated", "colocated"] = Field(
+        "separated",
+        description="separated: trainer and rollout own their devices; colocated: they take turns on the same ones.",
+    )
+    lend: bool = Field(
+        False,
+        description="Trainer devices also hold replicas, which answer while the trainer waits for its next batch.",
+    )
     max_lag: int = Field(1, ge=0, description="Most trainer versions between sampling a token and training on it.")
     update: Literal["delayed", "rolling", "in_flight"] = Field(
         "delayed",
@@ -140,6 +154,33 @@ class WorkflowConfig(Section):
     )
     relay_delta: bool = Field(
         False, description="Mirrors fetch only the bytes that differ from the version before, where that is shorter."
+    )
+    take: Literal["issued", "ready"] = Field(
+        "issued",
+        description="Groups that a step trains. issued: those issued for it; ready: the first ones that are complete, "
+        "but nothing is left to become too old.",
+    )
+    stale: Literal["drop", "mask"] = Field(
+        "drop",
+        description="Answers with tokens older than max_lag. drop: issue the prompt again; mask: train the newer tokens.",
+    )
+    oversample: float = Field(
+        1.0, ge=1, le=8, description="Groups issued for each one that a step trains; surplus is kept for later steps."
+    )
+    max_refills: int = Field(
+        3, ge=0, description="How often a step issues prompts again for groups that were dropped, before it goes short."
+    )
+    partial_rounds: int | None = Field(
+        None,
+        ge=2,
+        description="Long answers continue over at most so many generation rounds, each of an equal share of "
+        "rollout.max_new_tokens; off if null.",
+    )
+    lanes: int = Field(
+        1, ge=1, description="Generation batches of one replica at the same time; more than 1 needs update in_flight."
+    )
+    repack_below: int = Field(
+        0, ge=0, description="A replica with at most so many answers left hands them to another one; 0: off."
     )
     overlap: bool = Field(True, description="false: one task at a time (for comparison); needs max_lag 0.")
     groups_per_step: int = Field(32, ge=1, description="Prompt groups per optimizer step.")
@@ -170,6 +211,7 @@ class ObserveConfig(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard events.")
     trace: bool = Field(True, description="Write a Chrome trace of all processes.")
     samples_per_step: int = Field(2, ge=0, description="Answers per step written as text.")
+    events: bool = Field(True, description="Record the order of events and what was trained, for `asyncflow replay`.")
 
 
 class Config(Section):
