@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_origin
 
-from mindspeed_asyncflow.config.schema import Config, Section
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.config.section import Section
 
 # What other toolkits call these settings. Only names that are not within a few letters of ours need to be here.
 ALIASES = {

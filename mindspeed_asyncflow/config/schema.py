@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+from mindspeed_asyncflow.config.cluster import HardwareConfig, SimulationConfig, WorkloadConfig
+from mindspeed_asyncflow.config.section import Section
 
 
 class RunConfig(Section):
@@ -228,6 +227,9 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     dock: DockConfig = DockConfig()
     observe: ObserveConfig = ObserveConfig()
+    hardware: HardwareConfig = HardwareConfig()
+    workload: WorkloadConfig = WorkloadConfig()
+    simulation: SimulationConfig = SimulationConfig()
 
     @property
     def samples_per_step(self) -> int:

@@ -1,0 +1,1 @@
+"""Step-time model and the search for the best use of devices."""
