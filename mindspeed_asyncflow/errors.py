@@ -65,3 +65,7 @@ class WorkerLost(AsyncFlowError):
 
 class MetricError(AsyncFlowError):
     """A metric name is not in the table, its parts do not fit, or a summary does not add up."""
+
+
+class RecordError(AsyncFlowError):
+    """What a run recorded for `asyncflow replay` is missing, torn, or does not fit the run."""

@@ -211,6 +211,9 @@ class ObserveConfig(Section):
     trace: bool = Field(True, description="Write a Chrome trace of all processes.")
     samples_per_step: int = Field(2, ge=0, description="Answers per step written as text.")
     events: bool = Field(True, description="Record the order of events and what was trained, for `asyncflow replay`.")
+    events_mb: int = Field(
+        1024, ge=1, description="Most disk for what was trained, in MiB; steps beyond it cannot be replayed."
+    )
 
 
 class Config(Section):

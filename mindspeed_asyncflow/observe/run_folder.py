@@ -74,6 +74,11 @@ class RunFolder:
         return self.path / "trace"
 
     @property
+    def events(self) -> Path:
+        """What happened in which order (`events.jsonl`) and what was trained, for `asyncflow replay`."""
+        return self.path / "events"
+
+    @property
     def samples(self) -> Path:
         """Readable answers, one text file per step."""
         return self.path / "samples"

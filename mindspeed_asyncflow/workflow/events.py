@@ -1,0 +1,174 @@
+"""What happened in a run and in which order: one line of JSON per event, written by the driver alone.
+
+    kind        noted by       fields as they stand in the file, beside `t` (seconds of the loop clock) and `kind`
+    begun       service        format, config (digest of the resolved settings), libraries, machine
+    issued      feed           batch, groups [group], prompts [[epoch, prompt index]]
+    claimed     claims         task, worker, rows [[group, member]]
+    generated   rollout        replica, since (version), rows, unfinished
+    scored      score          rows, unscored, flat
+    dropped     who drops      reason, groups or rows
+    loaded      weight sync    replica, version, fingerprint
+    joined      rollout        replica; also `lost` and `left`
+    trained     train          step, plan [replica][micro-batch][[group, member]], versions [replica][micro-batch]
+                               [[oldest, newest]], oldest_allowed, sums [replica]{name: value}
+    finished    train          version, tokens, samples, applied, grad_norm, lr
+    published   weight sync    version, fingerprint, checksums (8 hex digits per shard, in the relay table's order)
+
+Replay needs begun, trained, finished and published; the others are for people and tests. Dock handles mean nothing
+after the run, so rows are (group, member). What trained rows contain is in the files of `sample_log.py`. Events wait in
+memory until a version is finished or published, a replica is lost, or many wait; `EventLog.note` says what it is given.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindspeed_asyncflow.records import OptimReport, WeightManifest
+from mindspeed_asyncflow.workflow.clock import now
+
+FORMAT = 1
+LIBRARIES = ("torch", "megatron-core", "numpy")  # those that decide which bits a step computes
+MOST_WAITING = 2000
+WRITTEN_AT_ONCE = frozenset({"begun", "finished", "published", "lost", "left"})
+
+
+class NoEvents:
+    """Where nothing is recorded."""
+
+    def note(self, kind: str, **fields: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EventLog(NoEvents):
+    """Appends to `path`. Lives in the driver's event loop; a line that a crash tears is the last one."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = now) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._clock = clock
+        self._lines: list[str] = []
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Fields are plain values or arrays, and what is turned into such here, so that it costs nothing elsewhere:
+
+        begun: config (text of the resolved settings); trained: plan, groups and versions as given to
+        `TrainWorker.train`, sums of one rank of every replica; finished: optim (`OptimReport`); published: manifest.
+        """
+        if kind in _FORMS:
+            fields = _FORMS[kind](**fields)
+        event = {"t": round(self._clock(), 6), "kind": kind} | fields
+        self._lines.append(json.dumps(event, default=_plain, separators=(",", ":")))
+        if kind in WRITTEN_AT_ONCE or len(self._lines) >= MOST_WAITING:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._lines:
+            self._file.write("\n".join(self._lines) + "\n")
+            self._file.flush()
+            self._lines.clear()
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+
+
+def _begun(config: str) -> dict[str, Any]:
+    return {"format": FORMAT, "config": digest_of(config)} | surroundings()
+
+
+def _trained(
+    plan: Sequence[Sequence[Sequence[int]]],
+    groups: Mapping[int, tuple[int, int]],
+    versions: Mapping[int, tuple[int, int]],
+    sums: Sequence[Mapping[str, float]],
+    **others: Any,
+) -> dict[str, Any]:
+    return others | {
+        "plan": [[[groups[r] for r in batch] for batch in replica] for replica in plan],
+        "versions": [[[versions[r] for r in batch] for batch in replica] for replica in plan],
+        "sums": [exact_sums(of_replica) for of_replica in sums],
+    }
+
+
+def _finished(optim: OptimReport, **others: Any) -> dict[str, Any]:
+    return others | optim_fields(optim)
+
+
+def _published(manifest: WeightManifest) -> dict[str, Any]:
+    return {"version": manifest.version} | manifest_fields(manifest)
+
+
+_FORMS: dict[str, Callable[..., dict[str, Any]]] = {
+    "begun": _begun,
+    "trained": _trained,
+    "finished": _finished,
+    "published": _published,
+}
+
+
+def exact_sums(sums: Mapping[str, float]) -> dict[str, float | str]:
+    return {name: exact(value) for name, value in sums.items()}
+
+
+def optim_fields(optim: OptimReport) -> dict[str, Any]:
+    """What an `OptimReport` says that must be equal when the step is repeated."""
+    return {"applied": bool(optim.applied), "grad_norm": exact(optim.grad_norm), "lr": exact(optim.lr)}
+
+
+def manifest_fields(manifest: WeightManifest) -> dict[str, Any]:
+    """What a `WeightManifest` says about the bytes of a version."""
+    return {
+        "fingerprint": manifest.fingerprint,
+        "checksums": "".join(f"{int(crc):08x}" for crc in manifest.checksums),
+    }
+
+
+def exact(value: float) -> float | str:
+    """A number that JSON gives back with every bit; not-finite ones, which JSON does not have, by name."""
+    value = float(value)
+    return value if math.isfinite(value) else repr(value)
+
+
+def digest_of(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def surroundings() -> dict[str, Any]:
+    """What may change bits although nothing of the run has changed."""
+    return {
+        "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES if _is_installed(name)},
+        "machine": f"{platform.machine()} {_processor()}".strip(),
+    }
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _plain(value: Any) -> Any:
+    """numpy values as JSON has them."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"an event holds a {type(value).__name__}, which JSON does not have")
