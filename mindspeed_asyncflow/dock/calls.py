@@ -16,7 +16,7 @@ import numpy as np
 from mindspeed_asyncflow.dock import arguments, kinds
 from mindspeed_asyncflow.dock.arena import GRANULE, Arena
 from mindspeed_asyncflow.dock.channel import NO_STRETCH, Broken, Channel
-from mindspeed_asyncflow.dock.columns import ColumnSpec, Part, Schema, TaskSpec
+from mindspeed_asyncflow.dock.columns import Part, Schema, TaskSpec, read_columns
 from mindspeed_asyncflow.dock.kinds import Packing
 from mindspeed_asyncflow.dock.pool import BufferPool
 from mindspeed_asyncflow.dock.ragged import Ragged, copy_runs, runs
@@ -53,7 +53,7 @@ class Calls:
         hello = channel.hello
         self._idle.append(channel)
         self.schema = Schema(
-            [ColumnSpec(n, d, k, s, t, tuple(shape)) for n, d, k, s, t, shape in hello["columns"]],
+            read_columns(hello["columns"]),
             [TaskSpec(n, tuple(c)) for n, c in hello["tasks"]],
         )
         self.pair = hello.whole("pair")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import ml_dtypes
@@ -42,6 +42,7 @@ class Part:
     fixed: bool  # one element per cell
     shared: bool
     tokens: bool
+    renewable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class ColumnSpec:
     `kind`: what a row is. "scalar": one element; "ragged": any number of elements; "nested": any number of 1-D arrays
     of any lengths; "text": a str; "bytes". An element is one `dtype` or, for scalar and ragged columns, an array of
     the inner `shape`. `shared`: one value per prompt group, given at the put; `tokens`: its lengths count as tokens.
+    `renewable`: empty until it is written, and the holder of a claim on the row may write it again and again, as notes
+    for whoever claims the row next; no task can wait for it.
     """
 
     name: str
@@ -59,6 +62,7 @@ class ColumnSpec:
     shared: bool = False
     tokens: bool = False
     shape: tuple[int, ...] = ()
+    renewable: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -72,6 +76,8 @@ class ColumnSpec:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         if self.shape and self.kind not in ("scalar", "ragged"):
             raise DockError(f"column {self.name!r} of kind {self.kind!r} has no inner shape, got {self.shape}")
+        if self.renewable and (self.shared or self.tokens or self.kind == "scalar"):
+            raise DockError(f"column {self.name!r} is renewable: neither a scalar, nor shared, nor counted as tokens")
         if any(n < 1 for n in self.shape) or math.prod(self.shape) > MAX_INNER:
             raise DockError(f"column {self.name!r} has an impossible inner shape {self.shape}")
 
@@ -84,10 +90,14 @@ class ColumnSpec:
     def parts(self) -> tuple[Part, ...]:
         """What is stored for the column: its values and, for a nested one, the inner lengths."""
         fixed = self.kind == "scalar"
-        main = Part(self.name, self.name, NUMPY[self.dtype], self.shape, self.itemsize, fixed, self.shared, self.tokens)
+        main = Part(
+            self.name, self.name, NUMPY[self.dtype], self.shape, self.itemsize, fixed, self.shared, self.tokens,
+            self.renewable,
+        )  # fmt: skip
         if self.kind != "nested":
             return (main,)
-        return (main, Part(self.name + _INNER_LENGTHS, self.name, NUMPY["int64"], (), 8, False, self.shared, False))
+        inner = replace(main, name=self.name + _INNER_LENGTHS, dtype=NUMPY["int64"], itemsize=8, tokens=False)
+        return (main, inner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,7 @@ class Layout(NamedTuple):
 
     parts: list[Part]  # in order
     mask: np.int64  # ready bits
+    written: np.int64  # of these, the bits of columns that must be written before they are read
     shared: bool  # whether any column is
 
 
@@ -125,6 +136,9 @@ class Schema:
             self.add_task(task)
 
     def add_task(self, task: TaskSpec) -> None:
+        notes = [name for name in task.columns if self.column(name).renewable]
+        if notes:
+            raise DockError(f"task {task.name!r} cannot wait for the renewable columns {', '.join(notes)}")
         self.need[task.name] = self.mask(task.columns)
         self.tasks[task.name] = task
 
@@ -147,7 +161,9 @@ class Schema:
             if len(self._layouts) >= _LAYOUTS:
                 self._layouts.clear()
             parts = [part for name in names for part in self.parts[self.column(name).name]]
-            found = self._layouts[key] = Layout(parts, self.mask(names), any(part.shared for part in parts))
+            written = self.mask(name for name in names if not self.columns[name].renewable)
+            shared = any(part.shared for part in parts)
+            found = self._layouts[key] = Layout(parts, self.mask(names), written, shared)
         return found
 
     def names(self, mask: int) -> tuple[str, ...]:
@@ -167,7 +183,12 @@ class Schema:
 
 def column_table(schema: Schema) -> list[list]:
     """The columns as plain values, for other processes."""
-    return [[c.name, c.dtype, c.kind, c.shared, c.tokens, list(c.shape)] for c in schema.columns.values()]
+    return [[c.name, c.dtype, c.kind, c.shared, c.tokens, list(c.shape), c.renewable] for c in schema.columns.values()]
+
+
+def read_columns(table: Iterable[Sequence]) -> list[ColumnSpec]:
+    """The columns of a `column_table`. Raises ValueError or TypeError when it is none."""
+    return [ColumnSpec(n, d, k, s, t, tuple(shape), again) for n, d, k, s, t, shape, again in table]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -185,6 +206,10 @@ GRPO_COLUMNS = (
     ColumnSpec("reward", "float32"),
     ColumnSpec("advantage", "float32"),
     ColumnSpec("ref_logprobs", "float32", "ragged"),  # [L]
+    ColumnSpec("response_spans", "int32", "ragged", shape=(3,)),  # [S, 3] version, start, end: tile [0, L)
+    ColumnSpec("partial_ids", "int32", "ragged", renewable=True),  # [K] of an answer that is to be continued
+    ColumnSpec("partial_logprobs", "float32", "ragged", renewable=True),  # [K]
+    ColumnSpec("partial_spans", "int32", "ragged", shape=(3,), renewable=True),  # [S, 3] tile [0, K)
 )
 
 

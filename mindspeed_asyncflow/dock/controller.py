@@ -249,9 +249,7 @@ class Controller(Claims):
         if known is not None and set(known.columns) != set(spec.columns):
             raise DockError(f"task {spec.name!r} reads {', '.join(known.columns)}, not {', '.join(spec.columns)}")
         if known is None:
-            need = self.schema.mask(spec.columns)
-            self.schema.tasks[spec.name] = spec
-            self.schema.need[spec.name] = need
+            self.schema.add_task(spec)
             self.journal("task", {"name": spec.name, "columns": list(spec.columns)})
         need = self.schema.need[spec.name]
         for part in self.partitions.values():

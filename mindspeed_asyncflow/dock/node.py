@@ -21,6 +21,7 @@ from mindspeed_asyncflow.dock.joining import late_refusal, read_groups
 from mindspeed_asyncflow.dock.leases import PAIR_SHIFT
 from mindspeed_asyncflow.dock.messages import grant_message, read_ask, read_versions
 from mindspeed_asyncflow.dock.partition import ClaimRequest, Grant, Partition
+from mindspeed_asyncflow.dock.renewal import second_results
 from mindspeed_asyncflow.dock.store import NoRoom, Outgoing, Store
 from mindspeed_asyncflow.dock.verbs import ControlVerbs
 from mindspeed_asyncflow.dock.warehouse import Placed, Warehouse
@@ -302,18 +303,12 @@ class DockNode(ControlVerbs):
             self.controller.held(claim_id, part, slots, now)
         versions = read_versions(message, len(slots))
         values = self.store.fill(message, message["connection"], len(slots), len(slots), False)
-        refusal = "shared columns are written by the put of their group" if any(p.shared for p in values.parts) else ""
-        before, fresh = part.rows.ready[slots], {}
-        for i, cell in enumerate(values.parts):
-            again = (before & self.schema.bit[cell.column]) != 0
-            if not np.count_nonzero(again):
-                continue
-            if not refusal and not self.store.equal(part, values, i, slots[again], again):
-                refusal = f"column {cell.column!r} of {again.sum()} rows has a result already, and another one came"
-            fresh[cell.name] = ~again
+        refusal, fresh, replaced = second_results(self.store, part, slots, values, claim_id is not None)
         if refusal:
             self.store.give_up(values)
             raise DockError(refusal)
+        if replaced:
+            self.warehouse.release(part.number, replaced)
         self.warehouse.place(part.number, [
             Placed(cell.name, slots, offsets, lengths, fresh.get(cell.name))
             for cell, lengths, offsets in zip(values.parts, values.lengths, values.offsets)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindspeed_asyncflow.dock import kinds
-from mindspeed_asyncflow.dock.columns import ColumnSpec, Schema
+from mindspeed_asyncflow.dock.columns import ColumnSpec, Schema, column_table, read_columns
 from mindspeed_asyncflow.dock.ragged import Ragged
 from mindspeed_asyncflow.dock.table import NO_VERSION
 from mindspeed_asyncflow.errors import AsyncFlowError, DockError
@@ -32,7 +32,7 @@ from mindspeed_asyncflow.errors import AsyncFlowError, DockError
 if TYPE_CHECKING:
     from mindspeed_asyncflow.dock.client import DockClient
 
-FORMAT = 1
+FORMAT = 2
 _CHUNK_ROWS = 8192
 _ROWS = ("ids", "sizes", "counts", "members", "ready", "version_min", "version_max")
 
@@ -68,7 +68,7 @@ def load(dock: DockClient, folder: str | os.PathLike[str], timeout_s: float) -> 
     try:
         manifest = json.loads((source / "manifest.json").read_text(encoding="utf-8"))
         files = [(f["partition"], source / f["file"]) for f in manifest["files"]]
-        columns = [ColumnSpec(n, d, k, s, t, tuple(shape)) for n, d, k, s, t, shape in manifest["columns"]]
+        columns = read_columns(manifest["columns"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DockError(f"{source} holds no whole snapshot of a dock: {error}") from error
     if manifest["format"] != FORMAT or columns != list(dock.schema.columns.values()):
@@ -166,7 +166,7 @@ def _save_all(dock: DockClient, folder: Path) -> dict[str, Any]:
             files.append({"file": file, "partition": name, "pair": pair.pair, "rows": len(rows)})
     return {
         "format": FORMAT,
-        "columns": [[c.name, c.dtype, c.kind, c.shared, c.tokens, list(c.shape)] for c in schema.columns.values()],
+        "columns": column_table(schema),
         "tasks": tasks, "partitions": partitions, "files": files, "pairs": len(dock.addresses),
     }  # fmt: skip
 

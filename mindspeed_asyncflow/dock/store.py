@@ -295,7 +295,7 @@ class Store:
     def locate(self, part: Partition, slots: np.ndarray, columns: Sequence[str]) -> np.ndarray:
         """int64 [2 * parts, rows]: byte offset and length in elements of each cell, part by part."""
         layout, ready = self.schema.layout(columns), part.rows.ready[slots]
-        if np.count_nonzero(ready & layout.mask == layout.mask) != len(slots):
+        if np.count_nonzero(ready & layout.written == layout.written) != len(slots):
             self._refuse_unwritten(ready, columns)
         groups = part.rows.group[slots] if layout.shared else slots
         out = np.empty((2 * len(layout.parts), len(slots)), np.int64)
@@ -306,8 +306,9 @@ class Store:
         return out
 
     def _refuse_unwritten(self, ready: np.ndarray, columns: Sequence[str]) -> NoReturn:
-        absent = {name: int(np.count_nonzero(ready & self.schema.bit[name] == 0)) for name in columns}
-        name = next(name for name in columns if absent[name])
+        must = [name for name in columns if not self.schema.columns[name].renewable]
+        absent = {name: int(np.count_nonzero(ready & self.schema.bit[name] == 0)) for name in must}
+        name = next(name for name in must if absent[name])
         raise DockError(f"column {name!r} of {absent[name]} of {len(ready)} rows is not written yet")
 
     def stream(self, columns: Sequence[str], cells: np.ndarray) -> Outgoing:
@@ -317,7 +318,8 @@ class Store:
         for i, part in enumerate(self.schema.layout(columns).parts):
             begins, ends = runs(cells[2 * i], cells[2 * i + 1] * part.itemsize)
             nbytes = int((ends - begins).sum())
-            if nbytes < len(begins) * _SMALL_RUN and nbytes <= _MOST_GATHERED:
+            small = nbytes < len(begins) * _SMALL_RUN and nbytes <= _MOST_GATHERED
+            if small or part.renewable:  # renewable bytes may be another cell's before they are sent
                 copied = np.empty(nbytes + -nbytes % _ALIGN, np.uint8)
                 copy_runs(self.warehouse.arena.bytes, begins, ends, copied[:nbytes])
                 copied[nbytes:] = 0

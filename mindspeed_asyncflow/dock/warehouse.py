@@ -234,8 +234,10 @@ class Warehouse:
         self._free.give(starts[ends > starts], ends[ends > starts])
 
     def locate(self, partition: int, name: str, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Byte offsets and lengths (elements) of cells that were placed."""
+        """Byte offsets and lengths (elements) of cells that were placed, or that are renewable: then possibly empty."""
         cells = self._table(partition, name)
+        if cells.part.renewable:
+            cells.ensure(_end(index))
         return cells.offsets[index], cells.lengths[index]
 
     def bytes_by_column(self) -> dict[str, int]:

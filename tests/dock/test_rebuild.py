@@ -36,6 +36,7 @@ COLUMNS = [
     ColumnSpec("prompt", "int32", "ragged", shared=True, tokens=True),
     ColumnSpec("x", "int16", "ragged", tokens=True),
     ColumnSpec("y", "float32"),
+    ColumnSpec("note", "uint8", "ragged", renewable=True),
 ]
 TASKS = [TaskSpec("make", ("prompt",)), TaskSpec("learn", ("prompt", "x", "y"))]
 LEASE_S = 50.0
@@ -118,11 +119,13 @@ class Pair:
 
     def write(self, rows, seed=0, columns=("x", "y"), claim_id=None, done=False, version=None, most=9) -> None:
         rng = np.random.default_rng([seed, *rows.tolist()])
-        values, lengths = [], []
+        values: list[bytes] = []
+        lengths: list[int] = []
         for name in columns:
-            if name == "x":
-                lengths = rng.integers(most // 2, most, len(rows)).tolist()
-                values.append(rng.integers(-999, 999, sum(lengths)).astype(np.int16).tobytes())
+            if name in ("x", "note"):
+                sizes = rng.integers(most // 2 if name == "x" else 0, most, len(rows)).tolist()
+                values.append(rng.integers(0, 99, sum(sizes)).astype(np.int16 if name == "x" else np.uint8).tobytes())
+                lengths += sizes
             else:
                 values.append(rng.random(len(rows)).astype(np.float32).tobytes())
         message = {
@@ -438,7 +441,7 @@ def test_other_columns_than_those_of_the_journal_are_refused(start):
     pair = start()
     pair.put(ids=[1])
     with pytest.raises(DockError, match="other columns"):
-        Pair(pair.path, restart=True, columns=[*COLUMNS[:2], ColumnSpec("y", "float64")])
+        Pair(pair.path, restart=True, columns=[*COLUMNS[:2], COLUMNS[3], ColumnSpec("y", "float64")])
 
 
 def test_full_memory_refuses_a_call_before_anything_is_changed(start, monkeypatch):
@@ -521,7 +524,11 @@ class Schedule:
         columns = self.rng.choice([("x", "y"), ("x",), ("y",)])
         if claims and self.rng.random() < 0.6:
             claim_id, rows = self.rng.choice(claims)
-            self.pair.write(rows, 1, columns, claim_id, done=self.rng.random() < 0.5, version=version)
+            done = self.rng.random() < 0.5
+            if self.rng.random() < 0.5:  # notes for whoever claims the rows next, each time others
+                self.pair.write(rows, self.rng.randrange(99), ("note",), claim_id, done, most=60)
+            else:
+                self.pair.write(rows, 1, columns, claim_id, done, version=version)
         else:
             self.pair.write(self.some(), 1, columns, version=version)
 

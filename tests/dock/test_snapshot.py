@@ -22,6 +22,7 @@ COLUMNS = (
     ColumnSpec("turns", "int16", "nested"),
     ColumnSpec("blob", "uint8", "bytes"),
     ColumnSpec("scores", "float32", "scalar", shape=(2,)),
+    ColumnSpec("note", "int32", "ragged", shape=(2,), renewable=True),
 )
 TASKS = (TaskSpec("rollout", ("prompt",)), TaskSpec("train", ("prompt", "answer", "scores")))
 
@@ -75,6 +76,9 @@ def in_use(client: DockClient, groups: int, seed: int) -> None:
         claim = client.claim("rollout", groups // 2, partition="train", worker="r", unit="groups", at_least=2)
         index = np.sort(rng.permutation(len(claim.rows))[: 2 * len(claim.rows) // 3])
         versions = (np.full(len(index), version, np.int32), np.full(len(index), version + 1, np.int32))
+        notes = [rng.integers(0, 99, (n, 2), np.int32) for n in rng.integers(0, 4, len(claim.rows))]
+        client.write(claim.rows, {"note": notes[::-1]}, claim_id=claim.claim_id)
+        client.write(claim.rows, {"note": notes}, claim_id=claim.claim_id)
         client.write(claim.rows[index], answers(rng, len(index)), claim_id=claim.claim_id, versions=versions, done=True)
     trained = client.claim("train", 5, partition="train", worker="t")
     client.done(trained.claim_id)
