@@ -144,7 +144,7 @@ def test_random_turns_never_meet_on_a_device_and_never_wait_for_ever(interrupt):
 
 def test_a_colocated_batch_is_complete_before_the_trainer_has_its_devices():
     async def main() -> None:
-        _device, workers, turns = make(interrupt=False)
+        _, workers, turns = make(interrupt=False)
         order = []
 
         async def train() -> None:
@@ -212,7 +212,7 @@ def test_lent_devices_stay_with_a_trainer_that_has_its_next_batch_at_once():
 
 def test_an_error_of_a_rank_reaches_everybody_who_waits_and_all_later_turns():
     async def main() -> None:
-        _device, _workers, turns = make(interrupt=False)
+        _device, _, turns = make(interrupt=False)
         turns._trainers[1].fails = True
 
         async def batch(index: int) -> None:
@@ -248,7 +248,7 @@ def test_a_dead_replica_is_left_out_and_the_others_go_on():
 
 def test_the_line_for_the_watchdog_says_who_has_the_devices_and_who_waits():
     async def main() -> None:
-        _device, _workers, turns = make(interrupt=False)
+        _device, _, turns = make(interrupt=False)
         assert turns.describe() == "turns: devices are with the trainer"
         async with turns.generating(1):
             waiting = asyncio.ensure_future(turns.training().__aenter__())
