@@ -90,7 +90,7 @@ class SampleLog(NoSamples):
         self._settle()
         self._writing = self._thread.submit(self._write, version, arrays)
 
-    def _write(self, version: int, arrays: Mapping[str, np.ndarray]) -> None:
+    def _write(self, version: int, arrays: Mapping[str, Any]) -> None:
         path = file_of(self.folder, version - 1, self.replica)
         temporary = path.with_suffix(".part")
         try:

@@ -1,0 +1,100 @@
+"""What a run recorded, read back: the chunks and optimizer steps that made each version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindspeed_asyncflow.errors import RecordError
+from mindspeed_asyncflow.workflow.events import FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One call of `TrainWorker.train`; rows are (group, member)."""
+
+    plan: list[list[list[list[int]]]]  # [replica][micro-batch][row]
+    oldest_allowed: int | None
+    sums: list[dict[str, float | str]]  # [replica]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What made version `version`."""
+
+    version: int
+    chunks: list[Chunk]
+    tokens: int
+    samples: int
+    optim: dict[str, Any]  # as `events.optim_fields`
+
+
+@dataclass(slots=True)
+class Record:
+    config: str  # digest of the resolved settings
+    surroundings: dict[str, Any]
+    published: dict[int, dict[str, Any]] = field(default_factory=dict)  # by version, as `events.manifest_fields`
+    steps: list[Step] = field(default_factory=list)  # those whose version was published, from the first one on
+    torn: bool = False  # the last line is not whole: the run was killed
+
+
+def read_record(path: Path) -> Record:
+    """Raises RecordError where lines are missing or no events, and for a run that did not begin at version 0."""
+    record: Record | None = None
+    chunks: dict[int, list[Chunk]] = {}
+    finished: dict[int, Step] = {}
+    torn = False
+    for number, event in _lines(path):
+        if event is None:
+            torn = True
+            continue
+        try:
+            kind = event["kind"]
+            if kind == "begun":
+                if record is not None:
+                    raise RecordError(f"{path}: the run was begun twice; only runs from version 0 on can be repeated")
+                record = _begun(path, event)
+            elif record is None:
+                raise RecordError(f"{path} does not begin with the begin of a run")
+            elif kind == "trained":
+                chunk = Chunk(event["plan"], event["oldest_allowed"], event["sums"])
+                chunks.setdefault(event["step"], []).append(chunk)
+            elif kind == "finished":
+                version = event["version"]
+                optim = {name: event[name] for name in ("applied", "grad_norm", "lr")}
+                finished[version] = Step(version, chunks.pop(version - 1, []), event["tokens"], event["samples"], optim)
+            elif kind == "published":
+                record.published[event["version"]] = {n: event[n] for n in ("fingerprint", "checksums")}
+        except (KeyError, TypeError) as error:
+            raise RecordError(f"{path}, line {number}: no event of this program ({error!r})") from error
+    if record is None or 0 not in record.published:
+        raise RecordError(f"{path} ends before the first version was published: there is nothing to repeat")
+    version = 1
+    while version in finished and version in record.published:
+        record.steps.append(finished[version])
+        version += 1
+    record.torn = torn
+    return record
+
+
+def _begun(path: Path, event: Mapping[str, Any]) -> Record:
+    if event["format"] != FORMAT:
+        raise RecordError(f"{path} has format {event['format']}, this program reads format {FORMAT}")
+    return Record(event["config"], {name: event[name] for name in ("libraries", "machine")})
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """(line number, event); None for a last line that was torn."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                if not line.endswith(b"\n"):
+                    raise ValueError("torn")
+                yield number, json.loads(line)
+            except ValueError:
+                if file.read(1):
+                    raise RecordError(f"{path}, line {number} is torn or changed, and more lines follow") from None
+                yield number, None
