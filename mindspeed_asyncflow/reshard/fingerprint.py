@@ -56,11 +56,11 @@ def fingerprint_of(tensors: Mapping[str, torch.Tensor]) -> str:
     for name in names:
         tensor = tensors[name].detach().contiguous()
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        sums.append(checksum(_host_bytes(tensor)))
+        sums.append(checksum(bytes_of(tensor)))
     return fingerprint(digest.digest(), np.array(sums, np.uint32))
 
 
-def _host_bytes(tensor: torch.Tensor) -> Any:
+def bytes_of(tensor: torch.Tensor) -> Any:
     """The bytes of a contiguous host tensor, valid while it lives. Not by `numpy()`, after which torch refuses for ever
     to resize the storage, and no weight could leave its device any more."""
     return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())

@@ -158,6 +158,7 @@ class InPlace:
             across_stages=True,
         )  # fmt: skip
         self._state_swap, self._weight_swap = HostSwap(memory, pool), HostSwap(memory, pool)
+        self.served: Mapping[str, torch.Tensor] = {}  # the weights that this device serves, while it generates
 
     @property
     def generating(self) -> bool:
@@ -182,6 +183,7 @@ class InPlace:
             clock.note("fill")
             copied, fingerprint = self._together(lambda: self._take_over(version, clock), "taking over the weights")
             self._together(self._rollout.resume, "resuming")
+            self.served = room.buffers
             clock.note("load")
         except Exception as error:  # boundary: train state comes back before anybody hears of it
             self._undo(error)
@@ -274,6 +276,7 @@ class InPlace:
         """Drop generation weights and caches and bring the train state back: weights and optimizer bit for bit,
         gradients as zeros. Answers that still run are waited for. Not collective."""
         clock, before = _Clock(), self._memory.usage()
+        self.served = {}
         if self._rollout.state == RUNNING:
             self._rollout.pause("wait")
         if self._rollout.state != SLEEPING:

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.platforms.base import Platform
 from mindspeed_asyncflow.reshard.boxes import Box, matrix_shape
-from mindspeed_asyncflow.reshard.relay import RelayWriter
 from mindspeed_asyncflow.reshard.relay_plan import Write
+from mindspeed_asyncflow.reshard.relay_table import RelayTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,17 @@ class RankShards:
     seconds: float  # from the first byte to the last
 
 
+class WritesVersions(Protocol):
+    """A `RelayWriter`, or an `UnstoredWriter` where weights go into place directly."""
+
+    path: str
+    table: RelayTable
+
+    def publish(self, version: int, tensors: Any) -> dict[int, int]: ...
+
+    def close(self) -> None: ...
+
+
 class Publisher:
     """`shards()` gives this rank's parameters by name; `writes` is its part of the plan."""
 
@@ -40,7 +51,7 @@ class Publisher:
         self,
         shards: Callable[[], Mapping[str, Any]],
         writes: Sequence[Write],
-        relay: RelayWriter,
+        relay: WritesVersions,
         *,
         platform: Platform,
         device: Any,  # torch.device
@@ -53,6 +64,11 @@ class Publisher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-publish")
         self._running: Future[RankShards] | None = None
         self._version = -1
+
+    @property
+    def version(self) -> int:
+        """The last one started: that of the weights now."""
+        return self._version
 
     def start(self, version: int) -> None:
         """Begin to write `version`, the weights as they are now."""
