@@ -8,16 +8,16 @@ node. Nobody waits for a fetch but a batch that may not be answered with anythin
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
+from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError, WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.records import WeightManifest
 from mindspeed_asyncflow.reshard.relay_mirror import PullReport
+from mindspeed_asyncflow.workflow.clock import now
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,26 @@ class Arrivals:
         for mirror in self.mirrors:
             running = self._fetches.get(mirror.replicas[0])
             if running is None or running.done():
-                task = asyncio.ensure_future(self._follow(mirror))
-                self._fetches[mirror.replicas[0]] = task
-                task.add_done_callback(self._ended)
+                self._begin(mirror)
+
+    def _begin(self, mirror: Mirror) -> None:
+        task = asyncio.ensure_future(self._follow(mirror))
+        self._fetches[mirror.replicas[0]] = task
+        task.add_done_callback(self._ended)
+
+    def replace_mirror(self, first: int, mirror: Mirror | None) -> None:
+        """`mirror` takes over from the one whose fetching replica, `first`, is gone; it has no version yet."""
+        self.mirrors = [m for m in self.mirrors if m.replicas[0] != first]
+        running = self._fetches.pop(first, None)
+        if running is not None:
+            running.cancel()
+        if mirror is None:
+            return
+        self.mirrors.append(mirror)
+        for index in mirror.replicas:
+            self._at[index] = None
+        if self.newest is not None:
+            self._begin(mirror)
 
     def at(self, index: int) -> Published | None:
         """The newest version that replica `index` can load."""
@@ -97,7 +114,7 @@ class Arrivals:
         assert self.newest is not None, "a fetch follows publish"
         while self._version_at(first) < self.newest.version:
             wanted = self.newest
-            self._since[first] = mirror.node, wanted.version, time.perf_counter()
+            self._since[first] = mirror.node, wanted.version, now()
             try:
                 manifest, report = await mirror.fetch(wanted.manifest)
             except (WeightSyncError, DeadlineExceeded) as error:
@@ -121,7 +138,9 @@ class Arrivals:
         self._tell()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
+        if task.cancelled() or isinstance(task.exception(), WorkerLost):
+            return  # whoever learns that a process died replaces its mirror
+        if task.exception() is not None:
             self._failure = task.exception()
             self._tell()
 
@@ -139,5 +158,5 @@ class Arrivals:
 
     def describe(self) -> list[str]:
         """Running fetches, for messages."""
-        now = time.perf_counter()
+        now = now()
         return [f"node {node} fetches {v} for {now - began:.1f} s" for node, v, began in self._since.values()]

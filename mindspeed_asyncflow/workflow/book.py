@@ -1,12 +1,14 @@
-"""Which prompt groups belong to which step, and what became of them: the driver's small bookkeeping.
+"""Which prompt groups are open, for which step they were issued, and what became of them: the driver's bookkeeping.
 
-Batch j holds the prompt groups that step j trains on. A group leaves its batch by being trained or dropped; a dropped
-one whose prompt should be tried again comes back as a new group of the same batch.
+Batch j holds the prompt groups that were issued for step j. A group leaves the book by being trained or dropped; a
+dropped one whose prompt should be tried again comes back as a new group of the same batch. What a step leaves over
+(oversampling) stays open: steps after it may train it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,13 @@ class Issue:
     truth: str
 
 
+@dataclass(slots=True)
+class OpenGroup:
+    batch: int
+    issue: Issue
+    sampled: int | None = None  # oldest version that may have sampled a token of it; None: not begun
+
+
 class StepBook:
     """Open groups by batch. Lives in the driver's event loop."""
 
@@ -32,9 +41,10 @@ class StepBook:
         self.group_size = group_size
         self.next_group = 0
         self.epoch = 0
-        self._issues: dict[int, Issue] = {}  # by open group
-        self._batch_of: dict[int, int] = {}
-        self._pending: dict[int, set[int]] = {}  # by batch
+        self.waves: list[list[int]] = []  # groups of every put, in order
+        self._groups: dict[int, OpenGroup] = {}  # in issue order
+        self._put: set[int] = set()  # those that the dock holds
+        self._open: Counter[int] = Counter()  # put groups by batch
         self._batches = 0
         self._ended = False
         self._changed = asyncio.Condition()
@@ -45,24 +55,24 @@ class StepBook:
         for issue in issues:
             group_id = self.next_group
             self.next_group += 1
-            self._issues[group_id], self._batch_of[group_id] = issue, batch
-            groups.append(
-                [
-                    PromptRow(
-                        group_id, m, self.group_size, issue.prompt_ids, issue.truth, issue.epoch, issue.prompt_index
-                    )
-                    for m in range(self.group_size)
-                ]
-            )
+            self._groups[group_id] = OpenGroup(batch, issue)
+            rows = range(self.group_size)
+            groups.append([self._row(group_id, member, issue) for member in rows])
         return groups
+
+    def _row(self, group_id: int, member: int, issue: Issue) -> PromptRow:
+        return PromptRow(
+            group_id, member, self.group_size, issue.prompt_ids, issue.truth, issue.epoch, issue.prompt_index
+        )
 
     async def add(self, batch: int, groups: Sequence[Sequence[PromptRow]]) -> None:
         """The dock holds these groups of `batch` now."""
         async with self._changed:
-            pending = self._pending.setdefault(batch, set())
-            for group in groups:
-                pending.add(group[0].group_id)
-                self.epoch = max(self.epoch, group[0].epoch)
+            ids = [group[0].group_id for group in groups]
+            self._put.update(ids)
+            self._open[batch] += len(ids)
+            self.epoch = max(self.epoch, *(group[0].epoch for group in groups)) if groups else self.epoch
+            self.waves.append(ids)
             self._batches = max(self._batches, batch + 1)
             self._changed.notify_all()
 
@@ -78,20 +88,55 @@ class StepBook:
             await self._changed.wait_for(lambda: batch < self._batches or self._ended)
         return batch < self._batches
 
-    def pending(self, batch: int) -> list[int]:
-        """Group ids of `batch` that are neither trained nor dropped, in issue order."""
-        return sorted(self._pending.get(batch, ()))
+    async def wait_for_wave(self, wave: int) -> bool:
+        """True once put number `wave` was made. After the end of the data prompts may still come again."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: wave < len(self.waves))
+        return True
+
+    def pending(self, batch: int | None = None) -> list[int]:
+        """Put groups of batches up to `batch` (None: of all) that are open, in issue order."""
+        newest = self._batches if batch is None else batch
+        return [g for g, opened in self._groups.items() if opened.batch <= newest and g in self._put]
+
+    def count(self, batch: int | None = None) -> int:
+        """How many groups `pending` has."""
+        if batch is None:
+            return len(self._put)
+        return sum(n for b, n in self._open.items() if b <= batch)
+
+    def sampled(self, group_ids: Sequence[int], version: int) -> None:
+        """A replica that serves at least `version` begins to answer these groups; what began earlier keeps its mark."""
+        for group in group_ids:
+            opened = self._groups.get(group)
+            if opened is not None and opened.sampled is None:
+                opened.sampled = version
+
+    def due(self, oldest_next: int) -> list[int]:
+        """Groups that the next step could not train any more, as it takes nothing older than `oldest_next`."""
+        marked = ((g, opened.sampled) for g, opened in self._groups.items() if g in self._put)
+        return [g for g, sampled in marked if sampled is not None and sampled < oldest_next]
 
     def last_batch(self, group_ids: Sequence[int]) -> int:
-        """Newest batch of these groups, those that have left it not counted; 0 where none is left."""
-        return max((self._batch_of.get(g, 0) for g in group_ids), default=0)
+        """Newest batch of these groups, those that have left the book not counted; 0 where none is left."""
+        return max((self._groups[g].batch for g in group_ids if g in self._groups), default=0)
 
     def close_group(self, group_id: int) -> tuple[int, Issue]:
         """The group is trained or dropped; returns its batch and prompt."""
-        batch = self._batch_of.pop(group_id)
-        self._pending[batch].discard(group_id)
-        return batch, self._issues.pop(group_id)
+        opened = self._groups.pop(group_id)
+        self._put.discard(group_id)
+        self._open[opened.batch] -= 1
+        if not self._open[opened.batch]:
+            del self._open[opened.batch]
+        return opened.batch, opened.issue
+
+    def is_open(self, group_id: int) -> bool:
+        return group_id in self._put
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
 
     def open_batches(self) -> Iterator[tuple[int, int]]:
         """(batch, open groups) for messages."""
-        return ((b, len(g)) for b, g in sorted(self._pending.items()) if g)
+        return iter(sorted(self._open.items()))

@@ -20,6 +20,7 @@ from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter, Sa
 from mindspeed_asyncflow.workflow.book import StepBook
 from mindspeed_asyncflow.workflow.staleness import StalenessWindow
 from mindspeed_asyncflow.workflow.train_worker import ChunkReport, FinishReport
+from mindspeed_asyncflow.workflow.turns import Turns
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync
 from mindspeed_asyncflow.workflow.workers import RolloutReport, ScoreReport
 
@@ -27,7 +28,7 @@ from mindspeed_asyncflow.workflow.workers import RolloutReport, ScoreReport
 class BusyClock:
     """Seconds that each side spent working, also in the middle of a piece of work."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._total: defaultdict[str, float] = defaultdict(float)
         self._since: dict[str, float] = {}
@@ -60,10 +61,14 @@ class StepRecorder:
         samples: SamplesWriter,
         progress: Progress,
         decode: Callable[[np.ndarray], str],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock` is that of the event loop that the run lives in."""
+        self.clock = clock
         self.config, self.metrics, self.samples, self.progress, self.decode = config, metrics, samples, progress, decode
-        self.busy = BusyClock()
-        self.sides = ["trainer", *(f"rollout{i}" for i in range(config.rollout.replicas))]
+        self.busy = BusyClock(clock)
+        self.sides = ["trainer", *(f"rollout{i}" for i in range(config.rollout.replicas))]  # those that are there
+        self.last_step_s = 0.0
         self.rewards: list[float] = []  # mean of each step that trained anything
         self.steps = 0
         self.lags: Counter[int] = Counter()
@@ -76,9 +81,9 @@ class StepRecorder:
         self._zero_std: list[bool] = []
         self._lag_oldest: list[int] = []
         self._lag_newest: list[int] = []
-        self._abstained = 0
+        self._abstained = self._unfinished = 0
         self._generated_tokens = self._tokens = self._trained_tokens = 0
-        self.started = self._mark = time.perf_counter()
+        self.started = self._mark = self.clock()
         self._busy_mark: dict[str, float] = dict.fromkeys(self.sides, 0.0)
         self.started_busy = dict(self._busy_mark)
         self.end()
@@ -87,17 +92,29 @@ class StepRecorder:
 
     def begin(self) -> None:
         """The loops start now; idle shares and throughput count from here."""
-        self.started = self._mark = time.perf_counter()
+        self.started = self._mark = self.clock()
         self.started_busy = {s: self.busy.seconds(s) for s in self.sides}
         self._busy_mark = dict(self.started_busy)
 
     def end(self) -> None:
         """The loops have ended; evaluation and saving do not count any more."""
-        self.ended = time.perf_counter()
+        self.ended = self.clock()
         self.ended_busy = {s: self.busy.seconds(s) for s in self.sides}
+
+    def joined(self, side: str) -> None:
+        """A replica that was not there from the beginning counts from now on."""
+        if side not in self.sides:
+            self.sides.append(side)
+        self._busy_mark[side] = self.started_busy[side] = self.busy.seconds(side)
+
+    def left(self, side: str) -> None:
+        """A replica is gone; its idle time counts no more."""
+        if side in self.sides:
+            self.sides.remove(side)
 
     def generated(self, report: RolloutReport) -> None:
         self._generated_tokens += report.tokens
+        self._unfinished += len(report.unfinished)
         self._times["gen"] = max(self._times["gen"], report.busy_s)
 
     def scored(self, report: ScoreReport) -> None:
@@ -137,10 +154,11 @@ class StepRecorder:
         book: StepBook,
         sync: WeightSync,
         stats: Mapping[str, Any],
+        turns: Turns,
     ) -> None:
         """Write the step's metrics and move the marks."""
-        now = time.perf_counter()
-        wall = now - self._mark
+        now = self.clock()
+        wall = self.last_step_s = now - self._mark
         optim = finish[0].optim
         self.skipped += not optim.applied
         self.steps += 1
@@ -150,6 +168,8 @@ class StepRecorder:
         self._trained_tokens += self._tokens
         metrics = reduce_sums([*self._parts, self._sample_parts()] if self._step_rewards else self._parts)
         self._times["update_weights"] = sync.step_still_s
+        if turns.count:
+            self._times |= {"give": turns.give_s, "take_back": turns.take_s}
         metrics |= self._reward_metrics() | self._times_of(finish, wall)
         metrics |= {
             "actor/grad_norm": optim.grad_norm,
@@ -161,7 +181,7 @@ class StepRecorder:
             "perf/host_memory_bytes": float(psutil.virtual_memory().used),
             "weight_sync/publish_s": sync.publish_s,
             "weight_sync/publish_exposed_s": max(f.waited_s for f in finish),
-            "weight_sync/version": min(sync.served),
+            "weight_sync/version": sync.oldest_served,
             "weight_sync/behind_max": sync.step_behind,
             "weight_sync/probe_gap_max": sync.step_gap,
             "weight_sync/load_s": sync.step_load_s,
@@ -175,6 +195,9 @@ class StepRecorder:
             "samples/dropped": sum(window.dropped.values()),
             "samples/dropped_stale": window.dropped["stale"],
             "samples/dropped_reward": window.dropped["unscored"],
+            "samples/dropped_flat": window.dropped["zero_variance"],
+            "samples/dropped_surplus": window.dropped["surplus"],
+            "samples/unfinished": self._unfinished,
             "samples/open": window.open,
         }
         waiting = waiting_rows(stats)
@@ -215,7 +238,7 @@ class StepRecorder:
         rollout = [busy[s] for s in self.sides if s != "trainer"]
         return {
             "idle/trainer": max(0.0, 1 - busy["trainer"] / wall),
-            "idle/rollout": max(0.0, 1 - sum(rollout) / len(rollout) / wall),
+            "idle/rollout": max(0.0, 1 - sum(rollout) / max(1, len(rollout)) / wall),
         }
 
     def _reset(self, now: float) -> None:
@@ -224,7 +247,7 @@ class StepRecorder:
         self._parts, self._step_rewards, self._zero_std = [], [], []
         self._lag_oldest, self._lag_newest = [], []
         self._times.clear()
-        self._abstained = self._generated_tokens = self._tokens = 0
+        self._abstained = self._unfinished = self._generated_tokens = self._tokens = 0
         self._pending_eval = {}
 
     def evaluated(self, version: int, value: float | None) -> None:
@@ -244,7 +267,7 @@ class StepRecorder:
         """What `summary.json` holds; `reward_last` is the mean of the last ten steps."""
         loop_s = self.ended - self.started
         last = self.rewards[-10:]
-        sides = {s: self.ended_busy[s] - self.started_busy[s] for s in self.sides}
+        sides = {s: self.ended_busy[s] - self.started_busy[s] for s in self.sides if s in self.ended_busy}
         rollout = [v for s, v in sides.items() if s != "trainer"]
         return {
             "task": self.config.data.task,
@@ -267,7 +290,7 @@ class StepRecorder:
             "samples_per_s": window.trained / loop_s if self.steps else None,
             "tokens_per_s": self._trained_tokens / loop_s if self.steps else None,
             "trainer_idle_share": max(0.0, 1 - sides["trainer"] / loop_s) if self.steps else None,
-            "rollout_idle_share": max(0.0, 1 - sum(rollout) / len(rollout) / loop_s) if self.steps else None,
+            "rollout_idle_share": max(0.0, 1 - sum(rollout) / max(1, len(rollout)) / loop_s) if self.steps else None,
             "rollout_train_logprob_gap_max": sync.gap_max,
             "note": self.ended_early,
             "error": error,

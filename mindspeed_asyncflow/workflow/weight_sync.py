@@ -26,18 +26,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from mindspeed_asyncflow.errors import WeightSyncError
+from mindspeed_asyncflow.errors import WeightSyncError, WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.records import OptimReport, UpdateReport, WeightManifest
 from mindspeed_asyncflow.reshard.relay import assemble
 from mindspeed_asyncflow.reshard.relay_table import table_from_text
 from mindspeed_asyncflow.workflow.arrivals import Arrivals, Mirror, Published
+from mindspeed_asyncflow.workflow.clock import now
+from mindspeed_asyncflow.workflow.events import NoEvents
 from mindspeed_asyncflow.workflow.publisher import RankShards
 
 # A correct load differs by rounding only: about 1e-5 in float32, up to 0.3 in bfloat16 (30 layers). The fingerprint
@@ -56,13 +57,13 @@ class ServesWeights(Protocol):
 class WeightSync:
     """Lives in the driver's event loop.
 
-    `relay` is the path of the relay on the trainers' node, `table` what it holds (`RelayTable.text`), `keep` how many
+    `replicas` by index; None: one that may join later. `relay` is the path of the relay on the trainers' node, `table` what it holds (`RelayTable.text`), `keep` how many
     versions of it (`workflow.keep_versions`). `mirrors` name the replicas that load from one.
     """
 
     def __init__(
         self,
-        replicas: Sequence[ServesWeights],
+        replicas: Sequence[ServesWeights | None],
         dtype: str,
         relay: str,
         table: bytes,
@@ -71,8 +72,10 @@ class WeightSync:
         keep: int = 3,
         mirrors: Sequence[Mirror] = (),
         busy: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        events: NoEvents | None = None,
     ) -> None:
         self.replicas, self.update, self.keep, self.busy = list(replicas), update, keep, busy
+        self.events = events or NoEvents()
         self.relay, self.table = relay, table_from_text(table)
         self.limit, self.unmoved_limit = GAP_LIMIT[dtype], UNMOVED_LIMIT[dtype]
         self.served = [NOTHING] * len(replicas)  # version of each replica
@@ -83,7 +86,7 @@ class WeightSync:
         self._held = [asyncio.Lock() for _ in replicas]  # one who loads; delayed and rolling: or answers a batch
         self._turn = asyncio.Lock()  # rolling: the one that loads
         self._turns = 0  # that load or wait for the turn
-        self._since: dict[int, int] = {}  # replicas that answer a batch: version at its beginning
+        self._since: dict[object, tuple[int, int]] = {}  # running batches: replica, and its version at the beginning
         self._loading: dict[int, tuple[int, float]] = {}  # version and begin of running loads
         self._unmoved = 0
         self.unchanged_share = self.publish_s = 0.0  # of the newest version: share of its bytes, slowest rank's time
@@ -113,10 +116,11 @@ class WeightSync:
             self._check_moved(self.newest, manifest, optim)
         self.newest = manifest
         self._fingerprints[manifest.version] = manifest.fingerprint
-        in_use = [v for v in self.served if v != NOTHING] + list(self._since.values())
+        self.events.note("published", manifest=manifest)
+        in_use = [v for v in self.served if v != NOTHING] + [since for _, since in self._since.values()]
         for version in [v for v in self._fingerprints if v < min(in_use, default=0)]:
             del self._fingerprints[version]
-        self.step_behind = max([self.step_behind, *(self.behind()[i] for i in self._since)])
+        self.step_behind = max([self.step_behind, *(self.behind()[i] for i, _ in self._since.values())])
         self.arrivals.publish(Published(manifest, expected))
 
     def _check_moved(self, before: WeightManifest, now: WeightManifest, optim: OptimReport) -> None:
@@ -135,6 +139,28 @@ class WeightSync:
                 "trainer.lr), or what is published is not what is trained"
             )
         get_logger("weights").warning("%s: a step this small rounds away; trainer.lr may be too low", said)
+
+    # ---- who is there ------------------------------------------------------------------------------------------------
+
+    def join(self, index: int, worker: ServesWeights) -> None:
+        """A replica is up; it has no published weights yet."""
+        self.replicas[index], self.served[index] = worker, NOTHING
+
+    def retire(self, index: int) -> None:
+        """A replica is gone: nothing waits for it any more."""
+        self.replicas[index], self.served[index] = None, NOTHING
+        self._held[index] = asyncio.Lock()
+
+    def emptied(self, index: int) -> None:
+        """A replica has no weights any more (it slept): its next boundary loads the newest again."""
+        self.served[index] = NOTHING
+
+    def replace_mirror(self, first: int, mirror: Mirror | None) -> None:
+        """The process of replica `first`, which fetched for its node, is gone; `mirror` goes on for the others there.
+
+        None: nobody can, and the replicas that depend on it must be retired.
+        """
+        self.arrivals.replace_mirror(first, mirror)
 
     # ---- rollout side ------------------------------------------------------------------------------------------------
 
@@ -156,12 +182,13 @@ class WeightSync:
                     await self.bring_up(index)
             elif self.is_behind(index) and not self._may_skip(index, needed):
                 await self._load_newest(index)
-            self._since[index] = self.served[index]
+            batch = object()
+            self._since[batch] = index, self.served[index]
             self.step_behind = max(self.step_behind, self.behind()[index])
             try:
                 yield self.served[index]
             finally:
-                del self._since[index]
+                del self._since[batch]
 
     def _may_skip(self, index: int, needed: int) -> bool:
         """Rolling: another replica loads, and this batch may be answered with the older version."""
@@ -180,8 +207,9 @@ class WeightSync:
         async with self._held[index]:
             await self._load_newest(index)
 
-    async def bring_all_up(self) -> None:
-        """Every replica serves the newest version (start, evaluation, end of run)."""
+    async def bring_all_up(self, indices: Iterable[int] | None = None) -> None:
+        """Every replica (of `indices`) serves the newest version: start, evaluation, end of run."""
+        chosen = range(len(self.replicas)) if indices is None else indices
         newest = NOTHING if self.newest is None else self.newest.version
 
         async def bring(index: int) -> None:
@@ -189,7 +217,7 @@ class WeightSync:
             if self.is_behind(index):
                 await self.bring_up(index)
 
-        await asyncio.gather(*map(bring, range(len(self.replicas))))
+        await asyncio.gather(*(bring(i) for i in chosen if self.replicas[i] is not None))
 
     async def _load_newest(self, index: int) -> None:
         self._turns += 1
@@ -210,10 +238,10 @@ class WeightSync:
         arrived = self.arrivals.at(index)
         assert arrived is not None and self.newest is not None, "loading follows publish"
         manifest = arrived.manifest
-        began = time.perf_counter()
+        began = now()
         self._loading[index] = (manifest.version, began)
         try:
-            report = await self.replicas[index].load(manifest)
+            report = await self._replica(index).load(manifest)
         except WeightSyncError as error:
             newest = self.newest.version
             if newest - manifest.version < self.keep - 1:
@@ -222,7 +250,7 @@ class WeightSync:
                 f"rollout{index} was loading version {manifest.version} when it was dropped: version {newest} is "
                 f"published and the relay keeps {self.keep} (workflow.keep_versions; more than workflow.max_lag)"
             )
-            if index in self._since:
+            if any(index == answers for answers, _ in self._since.values()):
                 raise WeightSyncError(f"{said}: {error}") from error
             get_logger("weights").warning("%s; it loads the newest instead", said)
             await self.arrivals.wait(index, manifest.version + 1)
@@ -235,16 +263,23 @@ class WeightSync:
                 f"{manifest.version} ({manifest.fingerprint})"
             )
         self.served[index] = report.version
+        self.events.note("loaded", replica=index, version=report.version, fingerprint=report.fingerprint)
         self.step_load_s = max(self.step_load_s, report.load_s)
         await self._check_probe(index, arrived.expected)
-        self.step_still_s = max(self.step_still_s, time.perf_counter() - began)
+        self.step_still_s = max(self.step_still_s, now() - began)
         return True
+
+    def _replica(self, index: int) -> ServesWeights:
+        replica = self.replicas[index]
+        if replica is None:
+            raise WorkerLost(f"rollout{index} has gone")
+        return replica
 
     async def _check_probe(self, index: int, expected: asyncio.Future[list[np.ndarray]]) -> None:
         """Score the probe answers with replica `index` and compare with the trainer at the same version."""
         if not self.probe:
             return
-        version, scored = await self.replicas[index].score(self.probe)
+        version, scored = await self._replica(index).score(self.probe)
         gap = max(float(np.abs(a - b).max()) for a, b in zip(scored, await asyncio.shield(expected)) if len(a))
         self.step_gap = max(self.step_gap, gap)
         self.gap_max = max(self.gap_max, gap)
@@ -273,16 +308,23 @@ class WeightSync:
                 )
 
     def behind(self) -> list[int]:
-        """Versions that each replica is behind the newest published one."""
+        """Versions that each replica is behind the newest published one; 0 for one that is not there."""
         newest = self.newest.version if self.newest is not None else 0
-        return [newest - max(v, 0) for v in self.served]
+        return [newest - max(v, 0) if r is not None else 0 for v, r in zip(self.served, self.replicas)]
+
+    @property
+    def oldest_served(self) -> int:
+        """Oldest version that a replica serves."""
+        return min((v for v, r in zip(self.served, self.replicas) if r is not None), default=NOTHING)
 
     def describe(self) -> str:
         """One line for messages of the no-progress watchdog."""
-        now = time.perf_counter()
+        now = now()
         newest = "none" if self.newest is None else str(self.newest.version)
         words = []
         for i, version in enumerate(self.served):
+            if self.replicas[i] is None:
+                continue
             word = f"rollout{i} serves {version if version != NOTHING else 'none'}"
             if i in self._loading:
                 wanted, began = self._loading[i]

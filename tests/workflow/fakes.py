@@ -33,6 +33,8 @@ from mindspeed_asyncflow.reshard.relay_server import RelayServer
 from mindspeed_asyncflow.rewards.pool import Score
 from mindspeed_asyncflow.workflow.arrivals import Mirror
 from mindspeed_asyncflow.workflow.book import Issue
+from mindspeed_asyncflow.workflow.dock_port import ThreadDock
+from mindspeed_asyncflow.workflow.job import Crew
 from mindspeed_asyncflow.workflow.publisher import Publisher
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.run import Run
@@ -312,7 +314,8 @@ def run_loops(
         await trainer.start(0, sync.probe)
         sync.publish([await trainer.published(0)], expected_of([trainer]))
         await sync.bring_all_up()
-        run = Run(config, client(), batches, remote_rollouts, scorer, [], [trainer], [0], sync, recorder, nothing, save)
+        crew = Crew(dict(enumerate(remote_rollouts)), scorer, [], [trainer], [0])
+        run = Run(config, ThreadDock(client(), "train", len(rollouts)), batches, crew, sync, recorder, nothing, save)
         if before is not None:
             before(run)
         await run.train()

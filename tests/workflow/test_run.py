@@ -147,7 +147,7 @@ def test_a_relay_that_cannot_be_written_ends_the_run_with_its_error(tmp_path):
         raise OSError("no space")
 
     def broken(run):
-        run.trainers[0].worker.publisher.relay.publish = fail
+        run.job.crew.trainers[0].worker.publisher.relay.publish = fail
 
     with pytest.raises(OSError, match="no space"):
         run_loops(config(), tmp_path, prompts_of(100, 4), before=broken)

@@ -1,0 +1,230 @@
+"""Prompts to answers: one loop per replica (or several, `workflow.lanes`), and who is in the pool of replicas.
+
+    max_lag 0     a replica gets its fixed share of every put as one call, so that a seed fixes every engine batch
+    max_lag >= 1  a replica claims as soon as it is free; a fast one answers more
+
+The pool may change while the run goes on. A replica that joins gets a loop. One that leaves or dies gives back what it
+holds; others answer that, from the tokens that are in the dock already. Only when nobody is left, and nobody is still
+starting, the run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import numpy as np
+
+from mindspeed_asyncflow.dock.client import Claim
+from mindspeed_asyncflow.errors import WorkerLost
+from mindspeed_asyncflow.observe.log import get_logger
+from mindspeed_asyncflow.workflow.job import Job
+from mindspeed_asyncflow.workflow.workers import RowBatch
+
+REPACK_EVERY_S = 0.5
+
+
+class Answering:
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._loops: dict[int, list[asyncio.Task[None]]] = {}
+        self._since: dict[int, int] = {}  # replicas that answer: version at the beginning of their batch
+        self._moved: dict[int, list[asyncio.Task[None]]] = {}  # answers that such a replica has taken over
+        self._told = asyncio.Condition()  # a batch has ended
+        self._handing_over = asyncio.Lock()  # held while released answers wait for the replica that they are meant for
+
+    # ---- who is in the pool ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        for index in self.job.crew.rollouts:
+            self._start(index)
+        if self.job.config.workflow.repack_below:
+            self.job.spawn(self.repack_loop())
+
+    def _start(self, index: int) -> None:
+        job, w = self.job, self.job.config.workflow
+        loops = [self.wave_loop(index)] if w.max_lag == 0 else [self.claim_loop(index) for _ in range(w.lanes)]
+        if w.update == "in_flight" and not job.turns.shares(index):
+            loops.append(job.sync.follow(index))
+        self._loops[index] = [job.spawn(self._guard(index, loop)) for loop in loops]
+
+    def join(self, index: int, worker: Any) -> None:
+        """A replica is up and serves from now on."""
+        job = self.job
+        job.crew.starting.discard(index)
+        job.crew.rollouts[index] = worker
+        job.sync.join(index, worker)
+        job.recorder.joined(f"rollout{index}")
+        job.events.note("joined", replica=index)
+        get_logger("rollout").info("rollout%d joins at version %d", index, job.window.published)
+        self._start(index)
+
+    async def leave(self, index: int) -> None:
+        """A replica stops answering; what it holds is answered by others."""
+        worker = self.job.crew.rollouts.get(index)
+        if worker is None:
+            return
+        await worker.stop()
+        await self._remove(index, "left")
+
+    async def lost(self, index: int, error: WorkerLost) -> None:
+        """A replica is dead. Raises `WorkerLost` when it was the last one and none is starting."""
+        if index not in self.job.crew.rollouts:
+            return
+        get_logger("rollout").warning("rollout%d is lost, the others go on: %s", index, error)
+        await self._remove(index, "lost")
+        if not self.job.crew.rollouts and not self.job.crew.starting:
+            raise WorkerLost(f"no rollout replica is left; the last one: {error}") from error
+
+    def failed_to_start(self, index: int, error: Exception) -> None:
+        """A replica that was expected will not come."""
+        self.job.crew.starting.discard(index)
+        get_logger("rollout").warning("rollout%d did not start, the others go on: %s", index, error)
+        if not self.job.crew.rollouts and not self.job.crew.starting:
+            raise WorkerLost(f"no rollout replica is left; the last one did not start: {error}") from error
+
+    async def _remove(self, index: int, why: str) -> None:
+        job = self.job
+        del job.crew.rollouts[index]
+        for task in self._loops.pop(index, []):
+            if task is not asyncio.current_task():
+                task.cancel()
+        job.sync.retire(index)
+        job.turns.forget(index)
+        job.recorder.left(f"rollout{index}")
+        held = await job.dock.forget_worker(f"rollout{index}")
+        job.events.note(why, replica=index, claims=held)
+        if job.config.workflow.max_lag == 0 and job.crew.rollouts:
+            job.spawn(self.rescue(job.book.pending()))
+
+    async def _guard(self, index: int, loop: Any) -> None:
+        try:
+            await loop
+        except WorkerLost as error:
+            await self.lost(index, error)
+
+    async def rescue(self, groups: list[int]) -> None:
+        """max_lag 0: nobody claims freely, so what a lost replica held is dealt to the others here."""
+        turn = 0
+        while self.job.crew.rollouts:
+            members = sorted(self.job.crew.rollouts)
+            index = members[turn % len(members)]
+            claim = await self.job.claim_now(
+                "rollout", len(groups), worker=f"rollout{index}", group_ids=groups, timeout_s=0.0
+            )
+            if claim is None or not len(claim.rows):
+                return
+            await self._guard(index, self.generate(index, claim))
+            turn += 1
+
+    # ---- answers -----------------------------------------------------------------------------------------------------
+
+    async def wave_loop(self, index: int) -> None:
+        """max_lag 0: this replica's share of every put."""
+        wave = 0
+        while await self.job.book.wait_for_wave(wave):
+            members = sorted(self.job.crew.rollouts)
+            mine = self.job.book.waves[wave][members.index(index) :: len(members)]
+            wave += 1
+            if mine:
+                claim = await self.job.claim(
+                    "rollout", len(mine), worker=f"rollout{index}", group_ids=mine, at_least=len(mine)
+                )
+                await self.generate(index, claim)
+
+    async def claim_loop(self, index: int) -> None:
+        """max_lag >= 1: as much as there is, up to an equal share of a step."""
+        job, c = self.job, self.job.config
+        share = math.ceil(job.groups_issued_per_step / max(1, len(job.crew.rollouts) + len(job.crew.starting)))
+        groups = max(1, min(share, c.rollout.max_running // c.algorithm.group_size) // c.workflow.lanes)
+        unit = {"unit": "rows", "policy": "oldest"} if job.interruptible else {"unit": "groups"}
+        count = groups * c.algorithm.group_size if job.interruptible else groups
+        while True:
+            async with self._handing_over:
+                pass
+            await job.turns.open(index)
+            claim = await job.claim("rollout", count, worker=f"rollout{index}", **unit)
+            if job.turns.is_open(index):
+                await self.generate(index, claim)
+            else:  # the trainer has taken the device back meanwhile: others shall not wait for that
+                await job.dock.release(claim.claim_id)
+
+    async def generate(self, index: int, claim: Claim) -> None:
+        """One generation batch; before it lies the boundary where a replica loads new weights."""
+        job = self.job
+        groups = list(dict.fromkeys(claim.group_ids.tolist()))
+        needed = job.window.needed_for(job.book.last_batch(groups))
+        async with job.turns.generating(index), job.sync.boundary(index, needed) as since:
+            job.book.sampled(groups, since)
+            with job.recorder.busy(f"rollout{index}"):
+                self._since[index] = since
+                try:
+                    await self._answer(index, claim, since)
+                finally:
+                    self._since.pop(index, None)
+                while moved := self._moved.pop(index, None):
+                    await asyncio.gather(*moved)
+        async with self._told:
+            self._told.notify_all()
+
+    async def stop_all(self) -> None:
+        """Every running answer ends with what it has; returns when the dock has all of it."""
+        await asyncio.gather(*(worker.stop() for worker in self.job.crew.rollouts.values()))
+        async with self._told:
+            await self._told.wait_for(lambda: not self._since)
+
+    async def _answer(self, index: int, claim: Claim, since: int) -> None:
+        job = self.job
+        report = await job.crew.rollouts[index].generate(claim.claim_id, rows_of(claim))
+        job.sync.check_served(index, since, report.served)
+        job.recorder.generated(report)
+        job.events.note(
+            "generated", replica=index, since=since, rows=members_of(claim), unfinished=len(report.unfinished)
+        )
+        job.progressed()
+
+    # ---- the last answers of a batch ---------------------------------------------------------------------------------
+
+    async def repack_loop(self) -> None:
+        """Nothing waits and every replica answers: one with few answers left hands them to the busiest that has room,
+        and is free for new weights and the next batch."""
+        while True:
+            await asyncio.sleep(max(REPACK_EVERY_S, 0.01 * self.job.recorder.last_step_s))
+            members = dict(self.job.crew.rollouts)
+            if len(members) > 1 and set(self._since) == set(members):
+                counts = dict(zip(members, await asyncio.gather(*(w.running() for w in members.values()))))
+                await self._hand_over(counts)
+
+    async def _hand_over(self, counts: dict[int, int]) -> None:
+        config, served = self.job.config, self.job.sync.served
+        source = min(counts, key=lambda i: (counts[i], i))
+        most = config.rollout.max_running - counts[source]
+        able = [i for i in counts if i != source and counts[source] <= counts[i] <= most and i in self._since]
+        able = [i for i in able if served[i] >= served[source]]
+        if not able or not 0 < counts[source] <= config.workflow.repack_below:
+            return
+        target = max(able, key=lambda i: (counts[i], -i))
+        async with self._handing_over:
+            if not await self.job.crew.rollouts[source].stop():
+                return
+            claim = await self.job.claim_now(
+                "rollout", counts[source], worker=f"rollout{target}", unit="rows", policy="oldest", timeout_s=0.0
+            )
+            if claim is None or not len(claim.rows):
+                return
+        if target not in self._since:  # its batch ended meanwhile
+            await self.job.dock.release(claim.claim_id)
+            return
+        self.job.events.note("repacked", source=source, target=target, rows=members_of(claim))
+        take_over = self._guard(target, self._answer(target, claim, self._since[target]))
+        self._moved.setdefault(target, []).append(self.job.spawn(take_over))
+
+
+def rows_of(claim: Claim) -> RowBatch:
+    return RowBatch(claim.rows, claim.group_ids, claim.members)
+
+
+def members_of(claim: Claim) -> list[list[int]]:
+    """(group id, member) of the rows, for the event record."""
+    return np.stack([claim.group_ids, claim.members], axis=1).tolist()

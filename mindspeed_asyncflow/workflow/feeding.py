@@ -1,0 +1,88 @@
+"""Prompts into the dock: how many are issued for a step, when, and in place of what was dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mindspeed_asyncflow.observe.trace import get_tracer
+from mindspeed_asyncflow.workflow.book import Issue
+from mindspeed_asyncflow.workflow.job import Job
+
+
+class Feeder:
+    """`batches()` gives the prompts of one batch, None at the end of the data."""
+
+    def __init__(self, job: Job, batches: Callable[[], Sequence[Issue] | None]) -> None:
+        self.job, self.batches = job, batches
+        self._left: list[Issue] = []  # taken from the data and not issued yet
+        self._replaced: dict[int, int] = {}  # prompts issued in place of dropped groups, by batch
+        self.taken = 0  # groups that the running step has trained so far
+
+    async def feed_loop(self) -> None:
+        """One batch at a time, as far ahead as the window allows."""
+        job = self.job
+        for batch in range(job.config.trainer.steps):
+            await job.window.wait_to_issue(batch)
+            issues = self._take(self._size())
+            if issues is None:
+                break
+            await self.put(batch, issues)
+        await job.book.end()
+
+    def _size(self) -> int:
+        """Groups of the next batch: what earlier steps left over is not issued again."""
+        step = self.job.groups_issued_per_step
+        if step == self.job.config.workflow.groups_per_step:
+            return step
+        most = (self.job.config.workflow.max_lag + 1) * step
+        return min(step, most - self.job.book.count() - self.taken)
+
+    def _take(self, count: int) -> list[Issue] | None:
+        """The next prompts; None at the end of the data. A batch that the data makes short stays short."""
+        if not self._left and count == self.job.config.workflow.groups_per_step:
+            batch = self.batches()
+            return None if batch is None else list(batch)
+        taken = self._take_some(count)
+        return taken if taken or count <= 0 else None
+
+    def _take_some(self, count: int) -> list[Issue]:
+        while len(self._left) < count:
+            batch = self.batches()
+            if batch is None:
+                break
+            self._left += batch
+        count = max(count, 0)
+        taken, self._left = self._left[:count], self._left[count:]
+        return taken
+
+    async def put(self, batch: int, issues: Sequence[Issue]) -> None:
+        job = self.job
+        groups = job.book.make_groups(batch, issues)
+        with get_tracer().span("feed/put", lane="feed", step=batch, groups=len(groups)):
+            if groups:
+                await job.dock.put_groups(groups)
+        job.window.issued += sum(len(g) for g in groups)
+        ids = [group[0].group_id for group in groups]
+        job.events.note(
+            "issued", batch=batch, groups=ids, prompts=[[issue.epoch, issue.prompt_index] for issue in issues]
+        )
+        await job.book.add(batch, groups)
+        job.progressed()
+
+    def missing(self, step: int) -> int:
+        """Groups that `step` lacks, as far as it may still replace some; 0: it goes short, or lacks none."""
+        w = self.job.config.workflow
+        if not self.job.config.algorithm.dynamic_sampling:
+            return 0
+        lacks = w.groups_per_step - self.taken - self.job.book.count(step)
+        left = w.max_refills * w.groups_per_step - self._replaced.get(step, 0)
+        return max(0, min(lacks, left))
+
+    async def refill(self, step: int) -> bool:
+        """Prompts in place of groups that `step` has lost without training them; False: none."""
+        issues = self._take_some(self.missing(step))
+        if not issues:
+            return False
+        self._replaced[step] = self._replaced.get(step, 0) + len(issues)
+        await self.put(step, issues)
+        return True

@@ -1,0 +1,90 @@
+"""What all loops of a run share, and the few calls that they have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.dock.client import Claim
+from mindspeed_asyncflow.errors import DeadlineExceeded
+from mindspeed_asyncflow.observe.trace import get_tracer
+from mindspeed_asyncflow.workflow.book import StepBook
+from mindspeed_asyncflow.workflow.clock import now
+from mindspeed_asyncflow.workflow.dock_port import Dock
+from mindspeed_asyncflow.workflow.events import NoEvents
+from mindspeed_asyncflow.workflow.recorder import StepRecorder
+from mindspeed_asyncflow.workflow.staleness import StalenessWindow
+from mindspeed_asyncflow.workflow.turns import Turns
+from mindspeed_asyncflow.workflow.weight_sync import WeightSync
+
+
+@dataclass(slots=True)
+class Crew:
+    """The workers, as proxies whose methods can be awaited (`workflow/workers.py`, `workflow/train_worker.py`)."""
+
+    rollouts: dict[int, Any]  # those that are up, by index
+    scorer: Any
+    references: list[Any]
+    trainers: list[Any]
+    leaders: list[int]  # indices of one trainer rank of every data-parallel replica
+    starting: set[int] = field(default_factory=set)  # indices of replicas that may still join
+
+
+class Job:
+    """One per run. Lives in the driver's event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        dock: Dock,
+        crew: Crew,
+        sync: WeightSync,
+        recorder: StepRecorder,
+        turns: Turns,
+        events: NoEvents,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self.config, self.dock, self.crew, self.sync, self.recorder = config, dock, crew, sync, recorder
+        self.turns, self.events, self.spawn = turns, events, spawn
+        self.window = StalenessWindow(config.workflow.max_lag)
+        self.book = StepBook(config.algorithm.group_size)
+        self.step = 0
+        self.progress_at = now()
+
+    async def claim(self, task: str, count: int, *, worker: str, **how: Any) -> Claim:
+        """Rows for `task`, as soon as there are any."""
+        with get_tracer().span(f"wait/{task}", lane=f"{worker} waits"):
+            while True:
+                claim = await self.dock.claim(task, count, worker=worker, **how)
+                if len(claim.rows):
+                    return claim
+                await asyncio.sleep(0)  # a sealed partition answers at once: the run is ending
+
+    async def claim_now(self, task: str, count: int, *, worker: str, timeout_s: float, **how: Any) -> Claim | None:
+        """As `claim`; None when nothing came in time."""
+        with get_tracer().span(f"wait/{task}", lane=f"{worker} waits"):
+            try:
+                return await self.dock.claim(task, count, worker=worker, timeout_s=timeout_s, **how)
+            except DeadlineExceeded:
+                return None
+
+    async def all_ranks(self, method: str, *args: Any) -> list[Any]:
+        return list(await asyncio.gather(*(getattr(t, method)(*args) for t in self.crew.trainers)))
+
+    def progressed(self) -> None:
+        self.progress_at = now()
+
+    @property
+    def interruptible(self) -> bool:
+        """Whether answers can be interrupted, so that rows of one group go on at different times and places."""
+        w = self.config.workflow
+        return bool(w.partial_rounds or w.lend or w.repack_below)
+
+    @property
+    def groups_issued_per_step(self) -> int:
+        """Prompt groups that are issued for one step, surplus of the steps before included."""
+        w = self.config.workflow
+        return -int(-w.groups_per_step * w.oversample // 1)

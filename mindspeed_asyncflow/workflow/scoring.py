@@ -1,0 +1,65 @@
+"""Answers to rewards and advantages, and to log-probabilities of the frozen reference policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mindspeed_asyncflow.dock.client import Claim
+from mindspeed_asyncflow.workflow.answering import rows_of
+from mindspeed_asyncflow.workflow.feeding import Feeder
+from mindspeed_asyncflow.workflow.job import Job
+
+
+class Scoring:
+    def __init__(self, job: Job, feeder: Feeder) -> None:
+        self.job, self.feeder = job, feeder
+
+    async def score_loop(self) -> None:
+        """Whole groups only. One task at a time (`workflow.overlap` false): a whole put at once."""
+        job, wave = self.job, 0
+        while not job.config.workflow.overlap and await job.book.wait_for_wave(wave):
+            groups = job.book.waves[wave]
+            wave += 1
+            if groups:
+                await self.score(len(groups), group_ids=groups, at_least=len(groups))
+        while True:
+            await self.score(job.config.workflow.groups_per_step)
+
+    async def score(self, groups: int, **which: Any) -> None:
+        job = self.job
+        claim = await job.claim("reward", groups, worker="scorer", **which)
+        report = await job.crew.scorer.score(claim.claim_id, rows_of(claim))
+        job.recorder.scored(report)
+        job.events.note("scored", groups=np.unique(claim.group_ids).tolist(), unscored=len(report.unscored))
+        if report.unscored:
+            self._drop_unscored(claim, report.unscored)
+        for group in report.flat:
+            rows = claim.rows[claim.group_ids == group].tolist()
+            self._drop_flat(group, sum(row not in report.unscored for row in rows))
+        job.progressed()
+
+    def _drop_unscored(self, claim: Claim, unscored: dict[int, str]) -> None:
+        """A group without any score leaves its batch: the step trains with what is left."""
+        job = self.job
+        job.window.dropped["unscored"] += len(unscored)
+        for group in np.unique(claim.group_ids).tolist():
+            if all(int(r) in unscored for r in claim.rows[claim.group_ids == group]):
+                job.book.close_group(group)
+                job.events.note("dropped", group=group, reason="unscored")
+
+    def _drop_flat(self, group: int, rows: int) -> None:
+        """All its rewards are equal: nothing to learn. The train loop replaces it while its step lacks groups."""
+        job = self.job
+        job.window.dropped["zero_variance"] += rows
+        job.book.close_group(group)
+        job.events.note("dropped", group=group, reason="zero_variance")
+
+    async def reference_loop(self, index: int) -> None:
+        job = self.job
+        while True:
+            claim = await job.claim("reference", job.config.workflow.groups_per_step, worker=f"reference{index}")
+            busy_s = await job.crew.references[index].logprobs(claim.claim_id, rows_of(claim))
+            job.recorder.referenced(busy_s)
+            job.progressed()

@@ -1,0 +1,258 @@
+"""Scored groups to weights, and weights to the relay.
+
+    take     a step trains
+    issued   the groups issued for it, and what steps before it left over
+    ready    the first ones that are complete, whatever they were issued for. Room is kept for every group that the
+             next step could not train any more (`StepBook.due`), so that nothing becomes stale by being passed over.
+
+A step ends when it has trained `groups_per_step` groups, or when nothing is open that it could train.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mindspeed_asyncflow.dock.client import Claim
+from mindspeed_asyncflow.errors import EngineError
+from mindspeed_asyncflow.records import OptimReport
+from mindspeed_asyncflow.workflow import batcher
+from mindspeed_asyncflow.workflow.feeding import Feeder
+from mindspeed_asyncflow.workflow.job import Job
+from mindspeed_asyncflow.workflow.train_worker import FinishReport
+from mindspeed_asyncflow.workflow.weight_sync import expected_of
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of the running step."""
+
+    samples: int = 0
+    tokens: int = 0  # trained ones
+
+
+class Training:
+    def __init__(
+        self,
+        job: Job,
+        feeder: Feeder,
+        stop_answering: Callable[[], Awaitable[None]],
+        evaluate: Callable[[], Awaitable[float | None]],
+        save: Callable[[int], Awaitable[None]],
+    ) -> None:
+        self.job, self.feeder, self.stop_answering = job, feeder, stop_answering
+        self.evaluate, self.save = evaluate, save
+        self.made: asyncio.Queue[tuple[int, OptimReport, asyncio.Future]] = asyncio.Queue()  # versions to publish
+        self.finish: list[FinishReport] = []  # of the newest step
+        self.bad_steps = 0
+        w = job.config.workflow
+        self.shared = w.lend or w.schedule == "colocated"
+        # Shared devices change hands once per step, when the whole batch is ready; and without lag the chunks must not
+        # depend on the moment at which a group was dropped.
+        drops = job.config.algorithm.dynamic_sampling or w.oversample > 1
+        self.stream = job.config.trainer.stream_groups or max(1, w.groups_per_step // 4)
+        self.whole = not w.overlap or self.shared or (w.max_lag == 0 and drops)
+
+    async def train_loop(self) -> None:
+        """Accumulate a batch in chunks as groups become ready, then one optimizer step."""
+        job = self.job
+        for step in range(job.config.trainer.steps):
+            job.step, self.feeder.taken = step, 0
+            if not await job.book.wait_for_batch(step) and not job.book.count():
+                job.recorder.data_ended(step)
+                break
+            claims = await self._whole_step(step) if self.whole else []
+            async with job.turns.training():
+                sums = _Sums()
+                if self.whole:
+                    for claim in claims:
+                        await self._train(step, claim, sums)
+                else:
+                    while (claim := await self.next_chunk(step)) is not None:
+                        await self._train(step, claim, sums)
+                await self._finish(step, sums)
+            if job.config.workflow.max_lag == 0:
+                await self._drop_surplus(step)
+            await job.recorder.step_done(
+                step, self.finish, job.window, job.book, job.sync, await job.dock.stats(), job.turns
+            )
+            await self._after_step(step)
+        await job.window.wait_published(job.window.version)
+
+    async def _whole_step(self, step: int) -> list[Claim]:
+        claims = []
+        while (claim := await self.next_chunk(step)) is not None:
+            claims.append(claim)
+        return claims
+
+    async def _finish(self, step: int, sums: _Sums) -> None:
+        job = self.job
+        with job.recorder.busy("trainer"):
+            self.finish = await job.all_ranks("finish", step + 1, sums.tokens, sums.samples)
+        optim = self.finish[0].optim
+        job.events.note("finished", version=step + 1, tokens=sums.tokens, samples=sums.samples, optim=optim)
+        self._count_bad(self.finish[0])
+        job.window.advance(step + 1)
+        job.window.trained += sums.samples
+        self.feeder.taken = 0
+        expected = expected_of(job.crew.trainers)
+        self.made.put_nowait((step + 1, optim, expected))
+        if self.shared:  # the probe is work on devices that are the trainer's only inside its turn
+            await asyncio.wait([expected])
+
+    async def publish_loop(self) -> None:
+        """Versions to the relay: when every rank has written its shards, replicas may load and the window opens."""
+        job = self.job
+        while True:
+            version, optim, expected = await self.made.get()
+            job.sync.publish(await job.all_ranks("published", version), expected, optim)
+            await job.window.publish(version)
+            job.progressed()
+
+    async def next_chunk(self, step: int) -> Claim | None:
+        """The next groups of this step, None when it has all; here, and only here, the staleness law is enforced."""
+        job, w = self.job, self.job.config.workflow
+        law = job.window.oldest_allowed()
+        while True:
+            ask = self._wanted(step)
+            if ask is None:
+                if await self.feeder.refill(step):
+                    continue
+                return None
+            claim = await job.claim_now(
+                "train",
+                worker="trainer",
+                timeout_s=job.dock.patience_s,
+                min_version=law if w.stale == "drop" else None,
+                **ask,
+            )
+            if claim is None:
+                continue
+            for group, rows, reason in claim.dropped:
+                await self._dropped(int(group), len(rows), reason)
+            if len(claim.rows):
+                taken = np.unique(claim.group_ids).tolist()
+                for group in taken:
+                    job.book.close_group(group)
+                self.feeder.taken += len(taken)
+                return claim
+
+    def _wanted(self, step: int) -> dict[str, Any] | None:
+        """What to claim next: groups, how many at least, and which. None: the step has all that it can get."""
+        job, w = self.job, self.job.config.workflow
+        room = w.groups_per_step - self.feeder.taken
+        if w.take == "ready":
+            return self._wanted_of_any(step, room)
+        pending = job.book.pending(step)
+        if not pending or not room:
+            return None
+        chunk = min(self._chunk(), room, len(pending))
+        # In order without lag, so that a seed fixes the sums; else what is complete first.
+        wanted = pending[:chunk] if w.max_lag == 0 else pending
+        return {"count": min(room, len(wanted)), "at_least": chunk, "group_ids": wanted}
+
+    def _wanted_of_any(self, step: int, room: int) -> dict[str, Any] | None:
+        job, w = self.job, self.job.config.workflow
+        there = job.book.count()
+        if not there or not room:
+            return None
+        due = job.book.due(step + 1 - w.max_lag) if w.stale == "drop" and w.oversample == 1 else []
+        free = room - len(due)
+        if free > 0:
+            count = min(free, there)
+            return {"count": count, "at_least": min(self._chunk(), count), "policy": "by_version"}
+        due = due[:room]
+        return {"count": len(due), "at_least": min(self._chunk(), len(due)), "group_ids": due}
+
+    def _chunk(self) -> int:
+        """Groups that are claimed at once."""
+        return self.job.config.workflow.groups_per_step if self.whole else self.stream
+
+    async def _dropped(self, group: int, rows: int, reason: str) -> None:
+        """Too old for the law: the prompt is issued again, unless more groups than needed are issued anyway."""
+        job = self.job
+        job.window.dropped[reason] += rows
+        job.events.note("dropped", group=group, reason=reason)
+        batch, issue = job.book.close_group(group)
+        if job.config.workflow.oversample == 1:
+            await self.feeder.put(batch, [issue])
+
+    async def _drop_surplus(self, step: int) -> None:
+        """max_lag 0: what the step left over could never be trained."""
+        job = self.job
+        left = job.book.pending(step)
+        if not left:
+            return
+        await self.stop_answering()
+        await job.dock.drop_groups(left, "surplus")
+        for group in left:
+            job.book.close_group(group)
+        job.window.dropped["surplus"] += len(left) * job.config.algorithm.group_size
+
+    async def _train(self, step: int, claim: Claim, sums: _Sums) -> None:
+        """Gradients of a claim, in the chunks in which a streamed step would get its groups: the sums are the same."""
+        order = np.unique(claim.group_ids)
+        for first in range(0, len(order), self.stream):
+            chosen = np.isin(claim.group_ids, order[first : first + self.stream])
+            shown = self.job.config.observe.samples_per_step if sums.samples == 0 else 0
+            await self.train_chunk(step, part_of(claim, chosen), sums, shown)
+        await self.job.dock.done(claim.claim_id)
+        await self.job.dock.free(claim.rows)
+
+    async def train_chunk(self, step: int, claim: Claim, sums: _Sums, shown: int) -> None:
+        """Gradients of one chunk; `shown`: answers to print."""
+        job, t = self.job, self.job.config.trainer
+        infos = [
+            batcher.RowInfo(int(r), int(g), int(m), int(n))
+            for r, g, m, n in zip(claim.rows, claim.group_ids, claim.members, claim.tokens)
+        ]
+        plan = batcher.plan(
+            infos, t.data_parallel, t.micro_batch_tokens, t.pipeline_parallel if t.virtual_pipeline else 1
+        )
+        versions = dict(zip(claim.rows.tolist(), zip(claim.version_min.tolist(), claim.version_max.tolist())))
+        groups = {i.row: (i.group_id, i.member) for i in infos}
+        oldest = job.window.oldest_allowed() if job.config.workflow.stale == "mask" else None
+        with job.recorder.busy("trainer"):
+            reports = await job.all_ranks("train", plan, versions, groups, shown, oldest)
+        one_per_replica = [reports[i] for i in job.crew.leaders]
+        trained = [r.sums for r in one_per_replica]
+        job.events.note(
+            "trained", step=step, plan=plan, groups=groups, versions=versions, sums=trained, oldest_allowed=oldest
+        )
+        rewards = np.array((await job.dock.read(claim.rows, ["reward"]))["reward"], dtype=np.float64)
+        job.recorder.trained(step, claim, rewards, one_per_replica)
+        job.progressed()
+        sums.samples += len(claim.rows)
+        sums.tokens += int(sum(s["actor/tokens_count"] for s in trained))
+
+    def _count_bad(self, finish: FinishReport) -> None:
+        t = self.job.config.trainer
+        if not finish.optim.bad_tensor:
+            self.bad_steps = 0
+            return
+        self.bad_steps += 1
+        if self.bad_steps >= t.max_bad_steps:
+            raise EngineError(
+                f"the gradient of {finish.optim.bad_tensor} was not finite in {self.bad_steps} steps in a row "
+                f"(trainer.max_bad_steps); lower trainer.lr or look at the samples of step {self.job.step}"
+            )
+
+    async def _after_step(self, step: int) -> None:
+        config, job = self.job.config, self.job
+        every, save_every = config.evaluation.every, config.trainer.save_every
+        last = step + 1 == config.trainer.steps
+        if every and (step + 1) % every == 0 and not last:
+            await job.window.wait_published(step + 1)
+            job.recorder.evaluated(step + 1, await self.evaluate())
+        if save_every and (step + 1) % save_every == 0 and not last:
+            await self.save(step + 1)
+
+
+def part_of(claim: Claim, chosen: np.ndarray) -> Claim:
+    """The rows of a claim at `chosen` (bool [n])."""
+    per_row = ("rows", "group_ids", "members", "version_min", "version_max", "tokens")
+    return replace(claim, **{name: getattr(claim, name)[chosen] for name in per_row})
