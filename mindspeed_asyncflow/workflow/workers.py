@@ -7,8 +7,11 @@ plain values and records.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,13 +20,20 @@ from mindspeed_asyncflow.algorithms.advantages import group_advantages
 from mindspeed_asyncflow.config.schema import AlgorithmConfig
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.engines.base import RolloutEngine
-from mindspeed_asyncflow.errors import EngineError, WeightSyncError
+from mindspeed_asyncflow.errors import DeadlineExceeded, EngineError, WeightSyncError
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.records import Completion, GenRequest, SamplingSpec, UpdateReport, WeightManifest
 from mindspeed_asyncflow.reshard.relay_mirror import PullReport, RelayMirror
 from mindspeed_asyncflow.rewards.pool import ScorerPool
-
-FINISH_CODES = {"stop": 0, "length": 1, "abort": 2, "error": 3}
+from mindspeed_asyncflow.workflow.partial import (
+    PARTIAL_COLUMNS,
+    Tray,
+    part_values,
+    request_of,
+    resumed_tokens,
+    versions_of,
+    whole_values,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +53,11 @@ class RowBatch:
 
 @dataclass(frozen=True, slots=True)
 class RolloutReport:
-    samples: int
-    tokens: int
+    samples: int  # complete answers
+    tokens: int  # sampled in this call
     busy_s: float
     served: tuple[tuple[int, str], ...]  # (version, fingerprint) at the end of each answer, without repetition
+    unfinished: tuple[int, ...] = ()  # rows that were released: a budget or a stop has ended their round
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +76,19 @@ class MirrorRoute:
 class ScoreReport:
     unscored: dict[int, str]  # row -> why it has no score
     busy_s: float
+    flat: tuple[int, ...] = ()  # groups that were dropped because all their rewards are equal
+
+
+def handles(answers: Sequence[Completion]) -> np.ndarray:
+    """Rows of answers, int64 [n]."""
+    return np.array([int(a.request_id) for a in answers], dtype=np.int64)
 
 
 def sample_seed(run_seed: int, group_id: int, member: int) -> int:
-    """A 63-bit seed, distinct for every (run, prompt issue, sample) by splitmix64's mixing of the triple."""
+    """A 63-bit seed, distinct for every (run, prompt issue, sample) by splitmix64's mixing of the triple.
+
+    Engines draw by seed and place in the answer: a continuation begins with draws that nothing before it had.
+    """
     mask = (1 << 64) - 1
     z = 0
     for part in (run_seed, group_id, member):
@@ -80,7 +100,10 @@ def sample_seed(run_seed: int, group_id: int, member: int) -> int:
 
 
 class RolloutWorker:
-    """One rollout replica: the engine and its way into the dock."""
+    """One rollout replica: the engine and its way into the dock.
+
+    `partial_rounds`: see `workflow/partial.py`. `group_size`: rows of a whole group, where calls may get parts of one.
+    """
 
     def __init__(
         self,
@@ -93,77 +116,152 @@ class RolloutWorker:
         commit_groups: int,
         timeout_s: float,
         tracer: Tracer,
+        partial_rounds: int | None = None,
+        group_size: int | None = None,
     ) -> None:
         self.engine, self.dock, self.sampling, self.name = engine, dock, sampling, name
         self.seed, self.commit_groups, self.timeout_s = seed, commit_groups, timeout_s
+        self.partial_rounds, self.group_size = partial_rounds, group_size
         self.tracer = tracer
         self.mirror: tuple[RelayMirror, MirrorRoute] | None = None
+        self._calls: dict[int, set[str]] = {}  # running `generate` calls -> their answers that have not ended
+        self._stopped: set[int] = set()  # of these, whose answers shall end now
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._rested = False
 
     def generate(self, claim_id: int, batch: RowBatch) -> RolloutReport:
-        """Answer all rows, admitted to the engine as one batch.
+        """One round of all rows, admitted to the engine as one batch; an answer that was begun goes on.
 
-        Whole groups are committed as they complete, `commit_groups` at a time, so that scoring starts early.
+        Complete answers are committed and done as their groups end, `commit_groups` at a time, so that scoring starts
+        early. Answers that a budget or `stop` has ended keep what they have in the dock, and their rows are released.
         """
         began = time.perf_counter()
-        prompts = self.dock.read(batch.rows, ["prompt_ids"])["prompt_ids"]
-        requests = [
-            GenRequest(
-                request_id=str(int(row)),
-                prompt_ids=np.array(prompts[i]),
-                sampling=self.sampling,
-                seed=sample_seed(self.seed, int(batch.group_ids[i]), int(batch.members[i])),
-            )
+        with self._call(batch) as call:
+            requests = self._requests(batch)
+            resumed = {r.request_id: resumed_tokens(r) for r in requests}
+            tray = Tray(batch.rows, batch.group_ids, self.group_size, self.commit_groups)
+            unfinished: list[Completion] = []
+            served: set[tuple[int, str]] = set()
+            samples = tokens = 0
+            version = self.engine.version
+            with (
+                self.tracer.span("rollout/generate", lane=self.name, version=version, rows=len(batch)),
+                contextlib.closing(self._answers(call, requests)) as answers,
+            ):
+                for answer in answers:
+                    complete = self._is_complete(answer)
+                    fresh = len(answer.token_ids) - resumed[answer.request_id]
+                    samples, tokens = samples + complete, tokens + fresh
+                    if fresh:
+                        served.add((answer.spans[-1].version, answer.fingerprint))
+                    if not complete:
+                        unfinished.append(answer)
+                    self._commit(claim_id, tray.ended(answer, complete), resumed)
+                self._commit(claim_id, tray.rest(), resumed)
+                self._keep(claim_id, unfinished, resumed)
+        rows = tuple(int(a.request_id) for a in unfinished)
+        return RolloutReport(samples, tokens, time.perf_counter() - began, tuple(sorted(served)), rows)
+
+    def stop(self) -> int:
+        """End the answers of all `generate` calls that have begun, with what they have; returns their number.
+
+        When this returns, the dock has their tokens and their rows are released.
+        """
+        with self._changed:
+            calls = list(self._calls)
+            self._stopped.update(calls)
+            running = [i for ids in self._calls.values() for i in ids]
+        if running:
+            self.engine.abort(running)
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._stopped.intersection(calls), self.timeout_s):
+                raise DeadlineExceeded(
+                    f"{self.name}: stopped answers are not in the dock after {self.timeout_s} s (rollout.timeout_s)"
+                )
+        return len(running)
+
+    def running(self) -> int:
+        """Answers that have not ended."""
+        with self._changed:
+            return sum(map(len, self._calls.values()))
+
+    @contextlib.contextmanager
+    def _call(self, batch: RowBatch) -> Iterator[int]:
+        """From here on `stop` and `running` know of the rows."""
+        with self._changed:
+            number = next(self._numbers)
+            self._calls[number] = set(map(str, batch.rows.tolist()))
+        try:
+            yield number
+        finally:
+            with self._changed:
+                del self._calls[number]
+                self._stopped.discard(number)
+                self._changed.notify_all()
+
+    def _requests(self, batch: RowBatch) -> list[GenRequest]:
+        columns = self.dock.read(batch.rows, ["prompt_ids", *PARTIAL_COLUMNS])
+        seeds = [sample_seed(self.seed, int(g), int(m)) for g, m in zip(batch.group_ids, batch.members)]
+        return [
+            request_of(int(row), self.sampling, seeds[i], columns, i, self.partial_rounds)
             for i, row in enumerate(batch.rows)
         ]
-        group_of = dict(zip(batch.rows.tolist(), batch.group_ids.tolist()))
-        missing = {g: 0 for g in group_of.values()}
-        for g in group_of.values():
-            missing[g] += 1
-        waiting: dict[int, list[Completion]] = {g: [] for g in missing}
-        ready: list[Completion] = []
-        served: set[tuple[int, str]] = set()
-        ready_groups = tokens = 0
-        with self.tracer.span("rollout/generate", lane=self.name, version=self.engine.version, rows=len(batch)):
-            for answer in self.engine.generate(requests, timeout_s=self.timeout_s):
-                self._require_whole(answer)
-                group = group_of[int(answer.request_id)]
-                tokens += len(answer.token_ids)
-                if answer.spans:
-                    served.add((answer.spans[-1].version, answer.fingerprint))
-                waiting[group].append(answer)
-                if len(waiting[group]) == missing[group]:
-                    ready += waiting.pop(group)
-                    ready_groups += 1
-                if ready_groups >= self.commit_groups:
-                    self._commit(claim_id, ready)
-                    ready, ready_groups = [], 0
-            if ready:
-                self._commit(claim_id, ready)
-        self.dock.done(claim_id)
-        return RolloutReport(len(batch), tokens, time.perf_counter() - began, tuple(sorted(served)))
 
-    def _require_whole(self, answer: Completion) -> None:
-        """A part of an answer must not be trained as a whole one."""
-        if answer.finish_reason in ("abort", "error"):
+    def _answers(self, call: int, requests: list[GenRequest]) -> Generator[Completion]:
+        """What the engine gives; a stop that came before it had the requests ends them at once."""
+        answers = self.engine.generate(requests, timeout_s=self.timeout_s)
+        with self._changed:
+            too_late = call in self._stopped
+        if too_late:
+            self.engine.abort([r.request_id for r in requests])
+        for answer in answers:
+            with self._changed:
+                self._calls[call].discard(answer.request_id)
+            yield answer
+
+    def _is_complete(self, answer: Completion) -> bool:
+        """Whether the answer is a whole one. Raises EngineError for what must not be trained, nor continued."""
+        broken = answer.finish_reason == "abort" and self.engine.state == "DIRTY"
+        if broken or answer.finish_reason == "error":
             raise EngineError(
                 f"{self.name}: an answer ended with {answer.finish_reason!r} after {len(answer.token_ids)} tokens "
                 f"(engine {self.engine.state}, version {self.engine.version}); DIRTY: loading the next version failed"
             )
+        return answer.finish_reason == "stop" or len(answer.token_ids) >= self.sampling.max_tokens
 
-    def _commit(self, claim_id: int, answers: Sequence[Completion]) -> None:
-        self.dock.write(
-            np.array([int(a.request_id) for a in answers], dtype=np.int64),
-            {
-                "response_ids": [a.token_ids for a in answers],
-                "rollout_logprobs": [a.logprobs for a in answers],
-                "finish": np.array([FINISH_CODES[a.finish_reason] for a in answers], dtype=np.uint8),
-            },
-            claim_id=claim_id,
-            versions=(
-                np.array([a.version_min for a in answers], dtype=np.int32),
-                np.array([a.version_max for a in answers], dtype=np.int32),
-            ),
-        )
+    def _commit(self, claim_id: int, answers: Sequence[Completion], resumed: dict[str, int]) -> None:
+        """Complete answers into the dock: their rows are done. What was kept of a continued one goes in that call."""
+        for continued in (False, True):
+            chosen = [a for a in answers if (resumed[a.request_id] > 0) == continued]
+            if chosen:
+                self.dock.write(
+                    handles(chosen),
+                    whole_values(chosen, continued),
+                    claim_id=claim_id,
+                    versions=versions_of(chosen),
+                    done=True,
+                )
+
+    def _keep(self, claim_id: int, answers: Sequence[Completion], resumed: dict[str, int]) -> None:
+        """What unfinished answers have goes into the dock, and their rows back to whoever claims them."""
+        grown = [a for a in answers if len(a.token_ids) > resumed[a.request_id]]
+        if grown:
+            self.dock.write(handles(grown), part_values(grown), claim_id=claim_id, versions=versions_of(grown))
+        if answers:
+            self.dock.release(claim_id, handles(answers))
+
+    def rest(self) -> None:
+        """The engine leaves its device, and its weights are gone: the next load brings it back to serve."""
+        self.stop()
+        if self.engine.state == "RUNNING":
+            self.engine.pause("abort")
+        self.engine.sleep(2)
+        self._rested = True
+
+    def rouse(self) -> None:
+        """The engine has its device again, and waits for a load."""
+        self.engine.wake()
 
     def use_mirror(self, route: MirrorRoute) -> None:
         """This replica fetches versions for all replicas of its node."""
@@ -180,7 +278,11 @@ class RolloutWorker:
 
     def load(self, manifest: WeightManifest) -> UpdateReport:
         with self.tracer.span("rollout/load_weights", lane=self.name, version=manifest.version):
-            return self.engine.update(manifest)
+            report = self.engine.update(manifest)
+        if self._rested:
+            self.engine.resume()
+            self._rested = False
+        return report
 
     def answer(self, prompts: Sequence[np.ndarray], greedy: bool) -> list[tuple[np.ndarray, str]]:
         """(token ids, finish reason) for prompts outside the dock, in order: evaluation and probes."""
@@ -205,6 +307,12 @@ class RolloutWorker:
         self.tracer.close()
 
 
+def flat_groups(rewards: np.ndarray, group_ids: np.ndarray, kept: np.ndarray) -> tuple[int, ...]:
+    """Groups whose `kept` members all have the same reward: they teach nothing (DAPO, arXiv 2503.14476)."""
+    found = np.unique(group_ids[kept]).tolist()
+    return tuple(g for g in found if np.ptp(rewards[kept & (group_ids == g)]) == 0)
+
+
 class ScoreWorker:
     """Rewards and group-relative advantages of whole prompt groups."""
 
@@ -222,7 +330,8 @@ class ScoreWorker:
         self.tracer = tracer
 
     def score(self, claim_id: int, batch: RowBatch) -> ScoreReport:
-        """Write `reward` and `advantage`; rows without a score are dropped and named."""
+        """Write `reward` and `advantage`; rows without a score are dropped and named, and, where the algorithm samples
+        dynamically, groups without a difference between their rewards as well."""
         began = time.perf_counter()
         with self.tracer.span("reward/score", lane=self.name, rows=len(batch)):
             columns = self.dock.read(batch.rows, ["response_ids", "truth", "finish"])
@@ -232,24 +341,28 @@ class ScoreWorker:
             rewards = np.array([np.nan if s.value is None else s.value for s in scores])
             advantages = group_advantages(rewards, batch.group_ids, self.algorithm)
             kept = advantages.kept
-            if kept.any():
+            flat = flat_groups(rewards, batch.group_ids, kept) if self.algorithm.dynamic_sampling else ()
+            flat_rows = kept & np.isin(batch.group_ids, flat)
+            good = kept & ~flat_rows
+            if good.any():
                 self.dock.write(
-                    batch.rows[kept],
+                    batch.rows[good],
                     {
-                        "reward": rewards[kept].astype(np.float32),
-                        "advantage": advantages.values[kept].astype(np.float32),
+                        "reward": rewards[good].astype(np.float32),
+                        "advantage": advantages.values[good].astype(np.float32),
                     },
                     claim_id=claim_id,
                 )
-            if not kept.all():
-                self.dock.drop(batch.rows[~kept], reason="unscored")
+            for rows, reason in ((batch.rows[~kept], "unscored"), (batch.rows[flat_rows], "zero_variance")):
+                if len(rows):
+                    self.dock.drop(rows, reason=reason)
             self.dock.done(claim_id)
         unscored = {
             int(r): s.error or "too few scored answers in its group"
             for r, s, k in zip(batch.rows, scores, kept)
             if not k
         }
-        return ScoreReport(unscored, time.perf_counter() - began)
+        return ScoreReport(unscored, time.perf_counter() - began, flat)
 
     def score_texts(self, answers: Sequence[np.ndarray], truths: Sequence[str], finished: Sequence[bool]) -> list:
         """Scores (None: no score) of answers outside the dock."""

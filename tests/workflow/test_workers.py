@@ -32,7 +32,8 @@ class Aborting:
 
 class ReadOnlyDock:
     def read(self, rows, columns):
-        return {"prompt_ids": [np.array([1, 2], np.int32) for _ in rows]}
+        empty = {name: [np.empty(0, np.int32)] * len(rows) for name in columns}
+        return empty | {"prompt_ids": [np.array([1, 2], np.int32) for _ in rows]}
 
 
 def test_a_part_of_an_answer_is_never_handed_on_as_a_whole_one():
