@@ -64,6 +64,9 @@ class HardwareConfig(Section):
     decode_overhead_s: float = Field(
         0.01, ge=0, description="Host time of one decoding step: scheduling, launches, sampling."
     )
+    layer_overhead_s: float = Field(
+        0.0002, ge=0, description="Host time of launching one layer for one micro-batch, per pass."
+    )
     memory_reserve: float = Field(
         0.1, ge=0, lt=1, description="Share of device memory left to libraries and fragmentation."
     )
