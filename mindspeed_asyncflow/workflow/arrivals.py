@@ -158,5 +158,5 @@ class Arrivals:
 
     def describe(self) -> list[str]:
         """Running fetches, for messages."""
-        now = now()
-        return [f"node {node} fetches {v} for {now - began:.1f} s" for node, v, began in self._since.values()]
+        moment = now()
+        return [f"node {node} fetches {v} for {moment - began:.1f} s" for node, v, began in self._since.values()]

@@ -40,7 +40,7 @@ class Dock(Protocol):
         min_version: int | None = None,
         timeout_s: float | None = None,
     ) -> Claim:
-        """Raises DeadlineExceeded after `timeout_s`; None: waits as long as the run lives (the watchdog bounds that)."""
+        """Raises DeadlineExceeded after `timeout_s`; None: waits while the run lives, which its watchdog bounds."""
         ...
 
     async def read(self, rows: np.ndarray, columns: Sequence[str]) -> Mapping[str, Any]: ...

@@ -65,15 +65,13 @@ class Training:
             if not await job.book.wait_for_batch(step) and not job.book.count():
                 job.recorder.data_ended(step)
                 break
-            claims = await self._whole_step(step) if self.whole else []
+            ready = await self._whole_step(step) if self.whole else []
             async with job.turns.training():
                 sums = _Sums()
-                if self.whole:
-                    for claim in claims:
-                        await self._train(step, claim, sums)
-                else:
-                    while (claim := await self.next_chunk(step)) is not None:
-                        await self._train(step, claim, sums)
+                for whole in ready:
+                    await self._train(step, whole, sums)
+                while (claim := await self.next_chunk(step)) is not None:
+                    await self._train(step, claim, sums)
                 await self._finish(step, sums)
             if job.config.workflow.max_lag == 0:
                 await self._drop_surplus(step)

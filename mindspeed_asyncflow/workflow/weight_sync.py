@@ -57,8 +57,9 @@ class ServesWeights(Protocol):
 class WeightSync:
     """Lives in the driver's event loop.
 
-    `replicas` by index; None: one that may join later. `relay` is the path of the relay on the trainers' node, `table` what it holds (`RelayTable.text`), `keep` how many
-    versions of it (`workflow.keep_versions`). `mirrors` name the replicas that load from one.
+    `replicas` by index; None: one that may join later. `relay` is the path of the relay on the trainers' node, `table`
+    what it holds (`RelayTable.text`), `keep` how many versions of it (`workflow.keep_versions`). `mirrors` name the
+    replicas that load from one.
     """
 
     def __init__(
@@ -319,7 +320,7 @@ class WeightSync:
 
     def describe(self) -> str:
         """One line for messages of the no-progress watchdog."""
-        now = now()
+        moment = now()
         newest = "none" if self.newest is None else str(self.newest.version)
         words = []
         for i, version in enumerate(self.served):
@@ -328,7 +329,7 @@ class WeightSync:
             word = f"rollout{i} serves {version if version != NOTHING else 'none'}"
             if i in self._loading:
                 wanted, began = self._loading[i]
-                word += f", loading {wanted} for {now - began:.1f} s"
+                word += f", loading {wanted} for {moment - began:.1f} s"
             words.append(word)
         return f"weights: version {newest} is published; " + "; ".join(words + self.arrivals.describe())
 

@@ -224,14 +224,14 @@ def test_groups_without_scores_leave_their_step_and_are_counted(tmp_path):
 
 def test_answers_may_be_trained_before_the_report_of_their_scorer_arrives(tmp_path):
     def late(run):
-        score = run.scorer.worker.score
+        score = run.job.crew.scorer.worker.score
 
         def then_sleep(*args):
             report = score(*args)
             time.sleep(0.05)
             return report
 
-        run.scorer.worker.score = then_sleep
+        run.job.crew.scorer.worker.score = then_sleep
 
     out = run_loops(config(steps=3), tmp_path, prompts_of(100, 4), before=late)
     assert len(out.recorder.rewards) == 3 and min(out.recorder.rewards) > 0
