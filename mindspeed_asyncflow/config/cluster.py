@@ -101,7 +101,16 @@ class SimulationConfig(Section):
     rollout_scale: float = Field(1.0, gt=0, description="Calibration: factor on every generation time.")
     train_scale: float = Field(1.0, gt=0, description="Calibration: factor on every training time.")
     transfer_scale: float = Field(1.0, gt=0, description="Calibration: factor on every weight transfer.")
+    skip_steps: int = Field(2, ge=0, description="First steps that rates leave out: the pipeline fills.")
+    references: int = Field(
+        1, ge=1, description="Replicas of the frozen reference policy, where algorithm.kl_coef asks for one."
+    )
+    reference_devices: int = Field(1, ge=1, description="Devices that share the work of one of them.")
+    flat_share: float = Field(
+        0.0, ge=0, lt=1, description="Prompts whose answers all get the same reward (see algorithm.dynamic_sampling)."
+    )
     faults: list[str] = Field(
         default_factory=list,
-        description="What happens to replicas: `slow:INDEX:FACTOR`, `leave:INDEX:SECOND`, `join:INDEX:SECOND`.",
+        description="What happens to workers: `slow:INDEX:FACTOR[:SECOND]`, `leave:INDEX:SECOND`, `die:INDEX:SECOND`, "
+        "`join:INDEX:SECOND`, `unscored:SHARE`; INDEX is a replica's.",
     )

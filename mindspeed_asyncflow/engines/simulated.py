@@ -180,6 +180,15 @@ class SimulatedEngine:
         self._give(leaving)
         return len(leaving["left"])
 
+    def withdraw(self, ended: asyncio.Future[None]) -> None:
+        """Nobody waits any more for the request whose `submit` gave `ended`: its answers are dropped."""
+        self._cut()
+        for number in [n for n, request in self._requests.items() if request.ended is ended]:
+            del self._requests[number]
+            stay = self._a["owner"] != number
+            self._a = {name: self._a[name][stay] for name in _FIELDS}
+        self._plan()
+
     def fail(self, error: BaseException) -> None:
         """The replica is gone: nothing is delivered any more."""
         self._cut()

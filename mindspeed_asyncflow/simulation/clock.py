@@ -31,8 +31,12 @@ class _Jump(selectors.SelectSelector):
         super().__init__()
         self.now = 0.0
         self.stuck: Callable[[], NoReturn] | None = None
+        self.broken: BaseException | None = None
 
     def select(self, timeout: float | None = None) -> list:
+        if self.broken is not None:
+            broken, self.broken = self.broken, None
+            raise broken
         if timeout is None:
             assert self.stuck is not None, "the loop says what to do"
             self.stuck()
@@ -48,6 +52,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._jump = _Jump()
         super().__init__(self._jump)
         self._jump.stuck = self._deadlock
+        self.set_exception_handler(self._callback_failed)
 
     def time(self) -> float:
         return self._jump.now
@@ -57,6 +62,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
         return self.call_soon(callback, *args, context=context)  # there is no other thread
+
+    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error in a timer would be printed and the run would wait for ever: it ends the run instead."""
+        if "handle" in context:
+            self._jump.broken = self._jump.broken or context.get("exception")
 
     def _deadlock(self) -> NoReturn:
         waiting = [who_waits(task) for task in asyncio.all_tasks(self)]

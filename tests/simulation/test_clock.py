@@ -118,3 +118,12 @@ def test_a_simulation_does_not_start_inside_a_running_loop():
             clock.run(nothing())
 
     asyncio.run(main())
+
+
+def test_an_error_in_a_timer_ends_the_run():
+    async def main():
+        asyncio.get_running_loop().call_later(2.0, {}.pop, "absent")
+        await asyncio.sleep(1e9)
+
+    with pytest.raises(KeyError, match="absent"):
+        clock.run(main())

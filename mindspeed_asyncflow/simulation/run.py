@@ -1,0 +1,308 @@
+"""One simulated run: the loops of `workflow/run.py` over simulated workers on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.errors import WorkerLost
+from mindspeed_asyncflow.observe.progress import Progress
+from mindspeed_asyncflow.observe.writers import SampleText
+from mindspeed_asyncflow.planner.costs import Costs
+from mindspeed_asyncflow.planner.estimate import estimate
+from mindspeed_asyncflow.planner.workload import Workload
+from mindspeed_asyncflow.reshard.relay_table import RelayTable
+from mindspeed_asyncflow.simulation import clock, faults
+from mindspeed_asyncflow.simulation.dock import SimDock
+from mindspeed_asyncflow.simulation.prompts import Prompts
+from mindspeed_asyncflow.simulation.result import LABEL, Mark, Marks, SimulationResult, blocks, idle_of
+from mindspeed_asyncflow.simulation.workers import Law, SimReference, SimRollout, SimScorer, SimTrainer
+from mindspeed_asyncflow.workflow.arrivals import Mirror
+from mindspeed_asyncflow.workflow.job import Crew
+from mindspeed_asyncflow.workflow.recorder import StepRecorder
+from mindspeed_asyncflow.workflow.run import Run
+from mindspeed_asyncflow.workflow.turns import NoTurns, Turns
+from mindspeed_asyncflow.workflow.weight_sync import WeightSync, expected_of
+
+# One number stands for all weights: what loops know of a version is its number and fingerprint.
+TABLE = RelayTable([("weights", "float32", (1, 1), [(0, 1, 0, 1, 0)])])
+
+
+class NoMetrics:
+    """Where nobody wants the metrics of each step."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+class NoSamples:
+    def write(self, step: int, sample: SampleText) -> None: ...
+
+
+def simulate(
+    config: Config, costs: Costs, *, metrics: Any = None, progress: Progress | None = None
+) -> SimulationResult:
+    """Run `simulation.steps` steps of `config` and measure them. A pure function of its arguments but for `real_s`.
+
+    `metrics`: a `MetricsWriter` for each step's metrics; spans go to the tracer of this process. Raises what a real run
+    would raise, and SimulationError for a deadlock.
+    """
+    began = time.perf_counter()
+    config = settled(config, costs)
+
+    async def main() -> Simulation:
+        simulation = Simulation(config, costs, metrics or NoMetrics(), progress)
+        await simulation.go()
+        return simulation
+
+    return clock.run(main()).result(time.perf_counter() - began)
+
+
+def settled(config: Config, costs: Costs) -> Config:
+    """What a simulation does not have is off, and deadlines suit virtual time."""
+    patience = 100 * estimate(config, costs, Workload.of(config)).step_s
+    watchdog = max(config.workflow.watchdog_s, patience)
+    return config.model_copy(
+        update={
+            "trainer": config.trainer.model_copy(update={"steps": config.simulation.steps, "save_every": None}),
+            "workflow": config.workflow.model_copy(update={"probe_answers": 0, "watchdog_s": watchdog}),
+            "evaluation": config.evaluation.model_copy(update={"every": None, "prompts": 0}),
+            "observe": config.observe.model_copy(update={"samples_per_step": 0, "events": False}),
+        }
+    )
+
+
+class Simulation:
+    """Made inside the virtual loop."""
+
+    def __init__(self, config: Config, costs: Costs, metrics: Any, progress: Progress | None) -> None:
+        self.config, self.costs = config, costs
+        c, w, s = config, config.workflow, config.simulation
+        self.faults = faults.parse(s.faults, c.rollout.replicas)
+        workload = Workload.of(config)
+        prompts = Prompts(workload, s.seed, s.flat_share)
+        with_reference = c.algorithm.kl_coef > 0
+        expected_s = estimate(config, costs, workload).step_s
+        self.dock = SimDock(
+            prompts.answers,
+            with_reference=with_reference,
+            claim_s=costs.claim_s,
+            patience_s=max(2.0, 0.01 * expected_s),
+        )
+        self.law = Law(w.max_lag, c.algorithm.group_size)
+        in_place = w.schedule == "colocated"
+        self.trainer = SimTrainer(self.dock, costs, self.law, 0.0 if in_place else costs.publish_s)
+        self.trainer.on_finish = self._step_done
+        unscored = sum(f.amount for f in self.faults if f.kind == "unscored")
+        self.scorer = SimScorer(self.dock, costs, prompts, c.algorithm.dynamic_sampling, unscored)
+        count = s.references if with_reference else 0
+        self.references = [SimReference(i, self.dock, costs, s.reference_devices) for i in range(count)]
+        late = {f.index for f in self.faults if f.kind == "join"}
+        self.rollouts = {i: self._rollout(i) for i in range(c.rollout.replicas) if i not in late}
+        quiet = progress or Progress(c.trainer.steps, _Nowhere(), live=False)
+        loop = asyncio.get_running_loop()
+        self.recorder = StepRecorder(c, metrics, NoSamples(), quiet, str, loop.time)  # type: ignore[arg-type]
+        self.mirrors = [] if in_place else mirrors_of(config, costs, self._fetch)
+        self.sync = WeightSync(
+            [self.rollouts.get(i) for i in range(c.rollout.replicas)],
+            "float32",
+            "simulated",
+            TABLE.text,
+            update=w.update,
+            keep=w.keep_versions,
+            mirrors=self.mirrors,
+            busy=self.recorder.busy,
+        )
+        shared = shared_replicas(config)
+        self.turns: Turns = NoTurns()
+        if shared:
+            mine = {i: r for i, r in self.rollouts.items() if i in shared}
+            self.turns = Turns([self.trainer], mine, interrupt=not in_place, emptied=self.sync.emptied)
+        crew = Crew(dict(self.rollouts), self.scorer, self.references, [self.trainer], [0], starting=late)
+        self.run = Run(
+            config, self.dock, prompts.batches(), crew, self.sync, self.recorder, _nothing, _save_nothing,
+            turns=self.turns,
+        )  # fmt: skip
+        self.marks = Marks(self._mark())
+
+    def _rollout(self, index: int) -> SimRollout:
+        c = self.config
+        rounds = c.workflow.partial_rounds
+        budget = None if rounds is None else -(-c.rollout.max_new_tokens // rounds)
+        load_s = 0.0 if c.workflow.schedule == "colocated" else self.costs.load_s
+        return SimRollout(index, self.dock, self.costs, c.rollout.max_running, budget, load_s, TABLE.slot_bytes)
+
+    async def _fetch(self, index: int, manifest: Any) -> Any:
+        return await self.rollouts[index].fetch(manifest)
+
+    async def go(self) -> None:
+        await self.trainer.start(0, [])
+        self.sync.publish([await self.trainer.published(0)], expected_of([self.trainer]))
+        if isinstance(self.turns, NoTurns):
+            await self.sync.bring_all_up()
+        for rollout in self.rollouts.values():
+            rollout.exposed_s, rollout.loads = 0.0, 0
+        self.recorder.begin()
+        self.marks.begun = self._mark()
+        timed = [asyncio.ensure_future(self._happen(f)) for f in self.faults if f.kind != "unscored"]
+        try:
+            await self.run.train()
+        finally:
+            for task in timed:
+                task.cancel()
+            await asyncio.gather(*timed, return_exceptions=True)
+        for task in timed:
+            with contextlib.suppress(asyncio.CancelledError):
+                task.result()
+        self.recorder.end()
+
+    # -- faults ----------------------------------------------------------------------------------------------------
+
+    async def _happen(self, fault: faults.Fault) -> None:
+        await asyncio.sleep(fault.at_s)
+        index = fault.index
+        if fault.kind == "join":
+            self.rollouts[index] = self._rollout(index)
+            self.run.join(index, self.rollouts[index])
+            return
+        if index not in self.rollouts:
+            return
+        if fault.kind == "slow":
+            self.rollouts[index].engine.set_speed(1 / fault.amount)
+            return
+        self._pass_mirror_on(index)
+        rollout = self.rollouts.pop(index)
+        if fault.kind == "leave":
+            await self.run.leave(index)
+        else:
+            rollout.lose(WorkerLost(f"rollout{index} died at {fault.at_s:g} s (simulated)"))
+
+    def _pass_mirror_on(self, index: int) -> None:
+        """The process of `index` goes: another one of its node fetches from now on."""
+        for i, mirror in enumerate(self.mirrors):
+            if mirror.replicas[0] == index:
+                rest = tuple(r for r in mirror.replicas if r != index and r in self.rollouts)
+                heir = _mirror(mirror.node, rest, self._fetch) if rest else None
+                self.sync.replace_mirror(index, heir)
+                self.mirrors[i : i + 1] = [heir] if heir else []
+                return
+
+    # -- measures --------------------------------------------------------------------------------------------------
+
+    def _mark(self) -> Mark:
+        busy = {f"rollout{i}": self.recorder.busy.seconds(f"rollout{i}") for i in self.rollouts}
+        busy |= {"trainer": self.trainer.busy_s, "reward": self.scorer.busy_s}
+        busy |= {r.name: r.busy_s for r in self.references}
+        exposed = {r.name: r.exposed_s for r in self.rollouts.values()}
+        law = self.law
+        at = asyncio.get_running_loop().time()
+        return Mark(at, law.tokens + law.prompt_tokens, law.rows, busy, exposed, self.trainer.waited_s)
+
+    def _step_done(self) -> None:
+        self.marks.steps.append(self._mark())
+        self.marks.oldest.append(self.law.take_oldest())
+
+    def result(self, real_s: float) -> SimulationResult:
+        config, marks = self.config, self.marks
+        devices, window = config.hardware.devices, self.run.window
+        first, last, skipped = marks.window(config.simulation.skip_steps)
+        wall = max(last.at_s - first.at_s, 1e-12)
+        rate = (last.tokens - first.tokens) / wall
+        exposed = [(last.exposed_s[n] - first.exposed_s[n]) / wall for n in last.exposed_s if n in first.exposed_s]
+        times = marks.step_times()
+        block, gap = blocks(self.trainer.spans, [m.at_s for m in marks.steps])
+        measured = len(times) - skipped
+        return SimulationResult(
+            label=LABEL,
+            devices=devices,
+            steps=len(times),
+            skipped=skipped,
+            tokens_per_s=rate,
+            tokens_per_s_per_device=rate / devices,
+            samples_per_s=(last.rows - first.rows) / wall,
+            step_s=wall / measured,
+            step_times_s=times,
+            idle=idle_of(first, last),
+            lag_histogram=dict(sorted(self.law.lags.items())),
+            oldest_by_step=marks.oldest,
+            load_s=next((r.load_s for r in self.rollouts.values()), 0.0),
+            rollout_exposed_share=float(np.mean(exposed)) if exposed else 0.0,
+            publish_wait_s=(last.waited_s - first.waited_s) / measured,
+            train_block_s=block,
+            train_gap_s=gap,
+            issued=window.issued,
+            trained=window.trained,
+            open=window.open,
+            dropped={reason: n for reason, n in window.dropped.items() if n},
+            violations=dict(self.law.violations) | self._lost_rows(),
+            turns=self.turns.count,
+            real_s=real_s,
+            note=self.recorder.ended_early,
+        )
+
+    def _lost_rows(self) -> dict[str, int]:
+        """Every row that was issued is trained, dropped with a reason, or still in the dock."""
+        missing = self.run.window.open - self.dock.part.rows.count
+        return {"neither trained nor dropped nor there": missing} if missing else {}
+
+
+def mirrors_of(config: Config, costs: Costs, fetch: Any) -> list[Mirror]:
+    """One mirror per node that holds replicas and no trainer. Devices are numbered trainer first, then replicas."""
+    per_node, trainers = config.hardware.device.devices_per_node, config.trainer.world_size
+    if costs.fetch_s <= 0:
+        return []
+    late = {f.index for f in faults.parse(config.simulation.faults, config.rollout.replicas) if f.kind == "join"}
+    shared = shared_replicas(config)
+    nodes: dict[int, list[int]] = {}
+    device = trainers
+    for index in range(config.rollout.replicas):
+        if index not in shared:
+            if device // per_node > (trainers - 1) // per_node:
+                nodes.setdefault(device // per_node, []).append(index)
+            device += config.rollout.tensor_parallel
+    found = []
+    for node, members in nodes.items():
+        members.sort(key=lambda i: i in late)  # one that is there fetches
+        if members[0] not in late:
+            found.append(_mirror(f"node{node}", tuple(members), fetch))
+    return found
+
+
+def _mirror(node: str, members: tuple[int, ...], fetch: Any) -> Mirror:
+    return Mirror(node, members, lambda manifest: fetch(members[0], manifest))
+
+
+def shared_replicas(config: Config) -> set[int]:
+    """Replicas on devices of trainer ranks: all (colocated), or the last ones, as many as fit there (lend)."""
+    w, r = config.workflow, config.rollout
+    if w.schedule == "colocated":
+        return set(range(r.replicas))
+    if not w.lend:
+        return set()
+    count = min(r.replicas, config.trainer.world_size // r.tensor_parallel)
+    return set(range(r.replicas - count, r.replicas))
+
+
+class _Nowhere:
+    """A text stream for progress that nobody watches."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None: ...
+
+    def isatty(self) -> bool:
+        return False
+
+
+async def _nothing() -> None:
+    return None
+
+
+async def _save_nothing(step: int) -> None:
+    return None
