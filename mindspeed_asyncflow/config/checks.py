@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mindspeed_asyncflow.config import feasibility
+from mindspeed_asyncflow.config import feasibility, schedules
 from mindspeed_asyncflow.config.machine import Machine
 from mindspeed_asyncflow.config.model import describe
 from mindspeed_asyncflow.config.parallel import check_parallel
@@ -30,7 +30,7 @@ class Finding:
 
 def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = None) -> list[Finding]:
     """All findings, errors first. `model` is the Hugging Face config of `model.source`, where it is known already."""
-    rules = (_algorithm, _batches, _data, _rollout, _trainer)
+    rules = (_algorithm, _batches, _data, _rollout, _trainer, schedules.rules)
     found = [Finding(*f) for rule in rules for f in rule(config)]
     shape = None
     try:
@@ -187,7 +187,13 @@ def _rollout(c: Config) -> Iterator[Raw]:
             ("workflow.watchdog_s", "rollout.timeout_s"),
             f"the watchdog ({c.workflow.watchdog_s:g} s) would stop a generation batch that may take {r.timeout_s:g} s",
         )
-    under_way = (c.workflow.max_lag + 1) * c.samples_per_step
+    if r.engine == "simulated":
+        yield (
+            "error",
+            ("rollout.engine",),
+            "simulated has no model and is for `asyncflow simulate`; set vllm or reference",
+        )
+    under_way = c.most_samples_open
     if c.dock.max_rows and under_way > c.dock.max_rows * c.dock.pairs:
         yield (
             "error",
@@ -200,7 +206,7 @@ def _rollout(c: Config) -> Iterator[Raw]:
         yield (
             "error",
             ("dock.arena_mb", "dock.pairs", "workflow.groups_per_step", "algorithm.group_size", "workflow.max_lag"),
-            f"{(c.workflow.max_lag + 1) * c.samples_per_step} samples of at most {longest} tokens are under way "
+            f"{under_way} samples of at most {longest} tokens are under way "
             f"and need {-(-need >> 20) or 1} MiB, {given} are given",
         )
 

@@ -23,7 +23,7 @@ VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 MAX_PROCESSES_PER_CPU = 8
 # Resident memory of an idle process on CPU, measured with torch 2.13 and vLLM 0.27.
 TRAINER_RANK_BYTES = 600 * MIB
-REPLICA_BYTES = {"vllm": 1600 * MIB, "reference": 500 * MIB}
+REPLICA_BYTES = {"vllm": 1600 * MIB, "reference": 500 * MIB, "simulated": 0}
 MODEL_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 ROW_BYTES = 512  # per sample beside its tokens: truth, status, allocator rounding
@@ -38,7 +38,7 @@ def arena_bytes(config: Config) -> int:
     """Upper bound of the payload that one warehouse holds: every sample under way at its longest."""
     # Prompt ids, then per answer token: id, rollout log-prob, reference log-prob (4 bytes each) and the loss mask.
     per_sample = 4 * config.data.max_prompt_tokens + 13 * config.rollout.max_new_tokens + ROW_BYTES
-    return (config.workflow.max_lag + 1) * config.samples_per_step * per_sample
+    return config.most_samples_open * per_sample
 
 
 def model_config(config: Config) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field
@@ -161,13 +162,16 @@ class WorkflowConfig(Section):
     )
     stale: Literal["drop", "mask"] = Field(
         "drop",
-        description="Answers with tokens older than max_lag. drop: issue the prompt again; mask: train the newer tokens.",
+        description="Answers with tokens older than max_lag. drop: issue the prompt again; mask: train newer tokens.",
     )
     oversample: float = Field(
         1.0, ge=1, le=8, description="Groups issued for each one that a step trains; surplus is kept for later steps."
     )
     max_refills: int = Field(
-        3, ge=0, description="How often a step issues prompts again for groups that were dropped, before it goes short."
+        3,
+        ge=0,
+        description="Most prompts issued in place of dropped groups, in multiples of groups_per_step; then a step goes "
+        "short.",
     )
     partial_rounds: int | None = Field(
         None,
@@ -237,3 +241,13 @@ class Config(Section):
     @property
     def samples_per_step(self) -> int:
         return self.workflow.groups_per_step * self.algorithm.group_size
+
+    @property
+    def groups_issued_per_step(self) -> int:
+        """Prompt groups that are issued for one step, what earlier steps have left over included."""
+        return math.ceil(self.workflow.groups_per_step * self.workflow.oversample)
+
+    @property
+    def most_samples_open(self) -> int:
+        """Samples between issue and training, at most: the admission bound of the staleness law."""
+        return (self.workflow.max_lag + 1) * self.groups_issued_per_step * self.algorithm.group_size

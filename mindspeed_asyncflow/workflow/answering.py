@@ -136,7 +136,7 @@ class Answering:
     async def claim_loop(self, index: int) -> None:
         """max_lag >= 1: as much as there is, up to an equal share of a step."""
         job, c = self.job, self.job.config
-        share = math.ceil(job.groups_issued_per_step / max(1, len(job.crew.rollouts) + len(job.crew.starting)))
+        share = math.ceil(job.config.groups_issued_per_step / max(1, len(job.crew.rollouts) + len(job.crew.starting)))
         groups = max(1, min(share, c.rollout.max_running // c.algorithm.group_size) // c.workflow.lanes)
         unit = {"unit": "rows", "policy": "oldest"} if job.interruptible else {"unit": "groups"}
         count = groups * c.algorithm.group_size if job.interruptible else groups

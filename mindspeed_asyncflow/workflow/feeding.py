@@ -31,7 +31,7 @@ class Feeder:
 
     def _size(self) -> int:
         """Groups of the next batch: what earlier steps left over is not issued again."""
-        step = self.job.groups_issued_per_step
+        step = self.job.config.groups_issued_per_step
         if step == self.job.config.workflow.groups_per_step:
             return step
         most = (self.job.config.workflow.max_lag + 1) * step

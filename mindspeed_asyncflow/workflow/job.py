@@ -82,9 +82,3 @@ class Job:
         """Whether answers can be interrupted, so that rows of one group go on at different times and places."""
         w = self.config.workflow
         return bool(w.partial_rounds or w.lend or w.repack_below)
-
-    @property
-    def groups_issued_per_step(self) -> int:
-        """Prompt groups that are issued for one step, surplus of the steps before included."""
-        w = self.config.workflow
-        return -int(-w.groups_per_step * w.oversample // 1)
