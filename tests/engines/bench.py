@@ -121,6 +121,12 @@ class Bench:
     def serve(self, name: str) -> UpdateReport:
         return self.engine.update(self.publish(name))
 
+    def serve_flat(self) -> UpdateReport:
+        """Weights of zero: every token is as likely as any other, so that answers show the random numbers alone."""
+        self._version += 1
+        zeros = [(name, torch.zeros_like(value)) for name, value in self.policies["a"].tensors()]
+        return self.engine.update(self._relay.publish(self._version, zeros))
+
     def restart_versions_at(self, version: int) -> None:
         self._version = version
 
