@@ -18,7 +18,9 @@ from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.records import OptimReport, TrainSample
 from mindspeed_asyncflow.reshard.relay_server import RelayServer
 from mindspeed_asyncflow.workflow.batcher import pack
+from mindspeed_asyncflow.workflow.partial import versions_per_token
 from mindspeed_asyncflow.workflow.publisher import Publisher, RankShards
+from mindspeed_asyncflow.workflow.sample_log import NoSamples
 
 TRAIN_COLUMNS = ["prompt_ids", "response_ids", "rollout_logprobs", "advantage", "finish"]
 CUT_OFF = 1  # code of the `finish` column for an answer that ended at the length limit
@@ -31,6 +33,9 @@ class ChunkReport:
     sums: dict[str, float]
     busy_s: float
     samples: list[tuple] = field(default_factory=list)  # (row, prompt_ids, response_ids, truth, version_min) to show
+    masked_tokens: int = 0  # of answers: too old to be trained
+    oldest_trained: dict[int, int] = field(default_factory=dict)  # row -> oldest version of a trained token; a row
+    # without a trained token is not in it, and counts in no denominator
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +60,15 @@ class TrainWorker:
         replica: int,
         publisher: Publisher,
         tracer: Tracer,
+        samples: NoSamples | None = None,
     ) -> None:
         self.engine, self.dock, self.algorithm, self.name = engine, dock, algorithm, name
         self.replica, self.publisher, self.tracer = replica, publisher, tracer
+        self.samples = samples or NoSamples()
         self.server: RelayServer | None = None
         self.probe: list[tuple[np.ndarray, np.ndarray]] = []
-        self.columns = TRAIN_COLUMNS + (["ref_logprobs"] if algorithm.kl_coef > 0 else [])
+        reference = ["ref_logprobs"] if algorithm.kl_coef > 0 else []
+        self.columns = [*TRAIN_COLUMNS, *reference, *self.samples.columns]
 
     def train(
         self,
@@ -68,16 +76,18 @@ class TrainWorker:
         versions: dict[int, tuple[int, int]],
         groups: dict[int, tuple[int, int]],
         samples_wanted: int = 0,
+        oldest_allowed: int | None = None,
     ) -> ChunkReport:
         """Accumulate gradients over this replica's micro-batches of `plan` ([replica][micro-batch][row]).
 
-        `versions` and `groups` give (min, max) policy version and (group id, member) of each row.
+        `versions` and `groups` give (min, max) policy version and (group id, member) of each row. `oldest_allowed`:
+        tokens that an older version sampled are masked; None: all are trained.
         """
         began = time.perf_counter()
         with self.tracer.span("train/forward_backward", lane=self.name):
             mine = plan[self.replica]
             rows = np.array([r for batch in mine for r in batch], dtype=np.int64)
-            samples, finish = self._read(rows, versions, groups)
+            samples, finish, oldest = self._read(rows, versions, groups, oldest_allowed)
             by_row = {s.row: s for s in samples}
             sums = self.engine.forward_backward([pack([by_row[r] for r in batch]) for batch in mine])
         shown = list({s.group_id: s for s in reversed(samples)}.values())[::-1][:samples_wanted]  # one per prompt
@@ -89,13 +99,30 @@ class TrainWorker:
                 (s.row, np.array(s.prompt_ids), np.array(s.response_ids), bytes(t).decode("utf-8"), s.version_min)
                 for s, t in zip(shown, truths)
             ],
+            sum(int((s.loss_mask == 0).sum()) for s in samples if s.loss_mask is not None),
+            oldest,
         )
 
-    def _read(self, rows, versions, groups) -> tuple[list[TrainSample], np.ndarray]:
+    def _read(
+        self,
+        rows: np.ndarray,
+        versions: dict[int, tuple[int, int]],
+        groups: dict[int, tuple[int, int]],
+        oldest_allowed: int | None,
+    ) -> tuple[list[TrainSample], np.ndarray, dict[int, int]]:
+        """The samples, their `finish` codes, and the oldest version of any trained token by row."""
         if not len(rows):
-            return [], np.zeros(0, dtype=np.uint8)
-        columns = self.dock.read(rows, self.columns)
+            return [], np.zeros(0, dtype=np.uint8), {}
+        masking = oldest_allowed is not None
+        columns = self.dock.read(rows, [*self.columns, "response_spans"] if masking else self.columns)
+        self.samples.add(rows, groups, versions, columns)
         reference = columns.get("ref_logprobs")
+        oldest = {row: versions[row][0] for row in rows.tolist()}
+        masks: dict[int, np.ndarray] = {}
+        if oldest_allowed is not None:
+            of_tokens = {r: versions_per_token(t) for r, t in zip(rows.tolist(), columns["response_spans"])}
+            masks = {r: (v >= oldest_allowed).astype(np.uint8) for r, v in of_tokens.items()}
+            oldest = {r: int(v[masks[r] > 0].min()) for r, v in of_tokens.items() if masks[r].any()}
         samples = [
             TrainSample(
                 row=int(row),
@@ -108,10 +135,11 @@ class TrainWorker:
                 version_min=versions[int(row)][0],
                 version_max=versions[int(row)][1],
                 ref_logprobs=None if reference is None else reference[i],
+                loss_mask=masks.get(int(row)),
             )
             for i, row in enumerate(rows)
         ]
-        return samples, columns["finish"]
+        return samples, columns["finish"], oldest
 
     def finish(self, version: int, tokens: int, sequences: int) -> FinishReport:
         """One optimizer step over everything accumulated; its weights, `version`, start on their way to the relay."""
@@ -122,6 +150,7 @@ class TrainWorker:
             waited_s = self.publisher.settle()
         with self.tracer.span("train/optimizer", lane=self.name, version=version):
             optim = self.engine.optim_step(denominator)
+        self.samples.finish(version)
         self.publisher.start(version)
         return FinishReport(optim, time.perf_counter() - began, waited_s)
 
@@ -168,6 +197,7 @@ class TrainWorker:
         if self.server is not None:
             self.server.close()
         self.publisher.close()
+        self.samples.close()
         self.engine.close()
         self.dock.close()
         self.tracer.close()
