@@ -34,6 +34,28 @@ def on_npu(config: Config, machine: Machine) -> bool:
     return config.run.platform == "npu" or (config.run.platform == "auto" and machine.npus > 0)
 
 
+def in_place(config: Config) -> bool:
+    """Whether trainer rank and replica of a device are one process, and weights go straight from one to the other."""
+    return config.workflow.schedule == "colocated" and config.rollout.engine == "reference"
+
+
+def own_replicas(config: Config) -> int:
+    """Replicas with devices of their own: indices from 0."""
+    return 0 if config.workflow.schedule == "colocated" else config.rollout.replicas
+
+
+def sharing_replicas(config: Config) -> int:
+    """Replicas on devices of trainer ranks, whose indices follow those with devices of their own."""
+    if config.workflow.schedule == "colocated":
+        return config.rollout.replicas
+    return config.trainer.world_size // config.rollout.tensor_parallel if config.workflow.lend else 0
+
+
+def needed_replicas(config: Config) -> int:
+    """Replicas with devices of their own that must be up before the run starts."""
+    return min(config.rollout.min_replicas or own_replicas(config), own_replicas(config))
+
+
 def arena_bytes(config: Config) -> int:
     """Upper bound of the payload that one warehouse holds: every sample under way at its longest."""
     # Prompt ids, then per answer token: id, rollout log-prob, reference log-prob (4 bytes each) and the loss mask.

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection
+from operator import attrgetter
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mindspeed_asyncflow.errors import WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
 
 ASIDE = "aside"  # Ray's name for the thread of the methods that run beside all others
+BESIDE = "beside"  # and for those of a second worker in the same process
 
 
 def here() -> tuple[str, str]:
@@ -35,22 +38,29 @@ class Host:
     def where(self) -> tuple[str, str]:
         return here()
 
+    def devices(self) -> list[str]:
+        """Physical ids of the devices that Ray gave to this process; none where they are only counted."""
+        return [i for ids in ray.get_runtime_context().get_accelerator_ids().values() for i in ids]
+
     def call(self, method: str, *args: Any) -> Any:
-        return getattr(self.worker, method)(*args)
+        """`method` of the worker; "part.method" of one that it is made of."""
+        return attrgetter(method)(self.worker)(*args)
 
     def get(self, attribute: str) -> Any:
-        return getattr(self.worker, attribute)
+        return attrgetter(attribute)(self.worker)
 
 
 class Remote:
     """A worker elsewhere, whose methods can be awaited: `await remote.generate(...)`.
 
-    An exception of the worker arrives as itself; a dead process as `WorkerLost` with the last words it wrote.
+    An exception of the worker arrives as itself; a dead process as `WorkerLost` with the last words it wrote, and
+    `on_loss` is called once.
     """
 
     def __init__(self, handle: Any, name: str, aside: Collection[str] = ()) -> None:
         self._handle, self.name, self._aside = handle, name, aside
         self.pid = 0
+        self.on_loss: Callable[[], None] | None = None
 
     async def build(self, recipe: Callable[..., Any], *args: Any) -> Remote:
         self.pid = await self._await(self._handle.build.remote(recipe, *args))
@@ -60,16 +70,23 @@ class Remote:
     async def where(self) -> tuple[str, str]:
         return await self._await(self._handle.where.remote())
 
+    async def devices(self) -> list[str]:
+        return await self._await(self._handle.devices.remote())
+
     async def get(self, attribute: str) -> Any:
         return await self._await(self._handle.get.remote(attribute))
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
+        return self.method(method, ASIDE if method in self._aside else "")
+
+    def method(self, path: str, group: str = "") -> Callable[..., Any]:
+        """An awaitable call of the worker's `path`, in the threads of `group`."""
         send = self._handle.call
-        if method in self._aside:
-            send = send.options(concurrency_group=ASIDE)
+        if group:
+            send = send.options(concurrency_group=group)
 
         async def call(*args: Any) -> Any:
-            return await self._await(send.remote(method, *args))
+            return await self._await(send.remote(path, *args))
 
         return call
 
@@ -80,6 +97,9 @@ class Remote:
             get_logger("service").debug("%s raised\n%s", self.name, error)
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except RayActorError as error:
+            told, self.on_loss = self.on_loss, None
+            if told is not None:
+                told()
             raise WorkerLost(f"{self.name} (process {self.pid or '?'}) died: {_short(error)}") from None
 
     def kill(self) -> None:
@@ -88,19 +108,46 @@ class Remote:
             ray.kill(self._handle, no_restart=True)
 
 
+class Part:
+    """One of the workers that a remote worker is made of, as a worker of its own; served by the threads of `group`."""
+
+    def __init__(self, whole: Remote, part: str, name: str, group: str = "", aside: Collection[str] = ()) -> None:
+        self._whole, self._part, self.name, self._group, self._aside = whole, part, name, group, aside
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return self._whole.method(f"{self._part}.{method}", ASIDE if method in self._aside else self._group)
+
+
 def _short(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(line for line in lines if not line.startswith(("class_name", "actor_id", "namespace", "name:")))
 
 
-def spawn(name: str, *, resources: dict[str, float], concurrency: int = 1, aside: Collection[str] = ()) -> Remote:
+def spawn(
+    name: str,
+    *,
+    resources: dict[str, float],
+    concurrency: int = 1,
+    aside: Collection[str] = (),
+    beside: int = 0,
+    node: str = "",
+    environment: dict[str, str] | None = None,
+) -> Remote:
     """Ask Ray for a process; it takes no CPU share, since a machine may hold more workers than cores.
 
-    `concurrency` threads serve its calls, one more those of the methods named in `aside`: devices are bound to threads,
-    so a trainer has one thread for all that computes.
+    `concurrency` threads serve its calls, one more those of the methods named in `aside`, `beside` more those of a
+    second worker in the process: devices are bound to threads, so a trainer has one thread for all that computes.
+    `node`: Ray's id of the node where it must run; default: any.
     """
-    groups: dict[str, Any] = {"concurrency_groups": {ASIDE: 1} if aside else {}}
-    host = ray.remote(**groups)(Host).options(
-        num_cpus=0, resources=resources, max_concurrency=concurrency, max_restarts=0, name=name
+    groups = ({ASIDE: 1} if aside else {}) | ({BESIDE: beside} if beside else {})
+    options: dict[str, Any] = {"concurrency_groups": groups}
+    host = ray.remote(**options)(Host).options(
+        num_cpus=0,
+        resources=resources,
+        max_concurrency=concurrency,
+        max_restarts=0,
+        name=name,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False) if node else "DEFAULT",
+        runtime_env={"env_vars": environment} if environment else None,
     )
     return Remote(host.remote(), name, aside)

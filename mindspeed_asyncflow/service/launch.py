@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -28,10 +26,9 @@ from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.summary import closing_words, write_summary
 from mindspeed_asyncflow.observe.trace import configure, get_tracer, merge_traces
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
-from mindspeed_asyncflow.platforms.base import current
-from mindspeed_asyncflow.service import cleanup
-from mindspeed_asyncflow.service.placement import Cluster
+from mindspeed_asyncflow.service.processes import Processes
 from mindspeed_asyncflow.service.session import Session
+from mindspeed_asyncflow.workflow.events import EventLog, NoEvents
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 
 OK, FAILED, WRONG_SETTINGS, INTERRUPTED = 0, 1, 2, 130
@@ -83,18 +80,14 @@ class _Launch:
 
     def __init__(self, config: Config, folder: RunFolder, progress: Progress) -> None:
         self.config, self.folder, self.progress = config, folder, progress
-        self.cluster = Cluster(config, current(config.run.platform).name)
+        self.processes = Processes(config)
         self.metrics = MetricsWriter(folder, tensorboard=config.observe.tensorboard)
+        self.events = NoEvents()
         self.session: Session | None = None
         self.recorder: StepRecorder | None = None
-        self.mark = cleanup.mark_environment()
-        self.reaper: subprocess.Popen | None = None
-        self.last_words: dict[int, str] = {}
 
     def run(self) -> None:
         config, say = self.config, self.progress.phase
-        for name in cleanup.remove_stale(cleanup.SHM) + cleanup.remove_stale(Path(tempfile.gettempdir())):
-            get_logger("service").info("removed what a dead run left: %s", name)
         say("preparing model")
         model_folder = ensure_model(config.model, config.data, config.run.seed, self.progress.note)
         tokenizer = load_tokenizer(model_folder)
@@ -111,8 +104,7 @@ class _Launch:
         self.recorder = StepRecorder(config, self.metrics, SamplesWriter(self.folder), self.progress, decode)
         self.session = Session(config, self.folder, model_folder, tokenizer, prompts, self.recorder)
         say("starting Ray")
-        self.reaper = cleanup.start_reaper(self.mark, self.cluster.make_folder())
-        self.cluster.start()
+        self.processes.start()
         asyncio.run(self._main())
 
     async def _main(self) -> None:
@@ -122,6 +114,9 @@ class _Launch:
             loop.add_signal_handler(number, main.cancel)
         ticker = asyncio.create_task(self._tick())
         session, say = self.session, self.progress.phase
+        if self.config.observe.events:
+            self.events = session.events = EventLog(self.folder.events / "events.jsonl")
+            self.events.note("begun", config=self.folder.config.read_text(encoding="utf-8"))
         try:
             await session.start(say)
             await session.prepare(say)
@@ -144,26 +139,10 @@ class _Launch:
 
     def end(self) -> None:
         """End every process and remove what they shared. A second Ctrl-C must not leave anything behind."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.processes.end(self.session)
         self.metrics.close()
+        self.events.close()
         get_tracer().close()
-        if self.reaper is None:
-            return
-        shared = cleanup.shared_files(cleanup.run_processes(self.mark, self.cluster.folder, spare=self.reaper.pid))
-        if self.session is not None:
-            self.session.kill()
-            self.last_words = {w.pid: self.cluster.last_words(w.pid) for w in self.session.workers if w.pid}
-        self.cluster.stop()
-        left = cleanup.run_processes(self.mark, self.cluster.folder, spare=self.reaper.pid)
-        killed = cleanup.end_processes(left)
-        if killed:
-            get_logger("service").debug("killed at the end: %s", ", ".join(killed))
-        cleanup.remove_own_shm()
-        for file in shared:
-            file.unlink(missing_ok=True)
-        self.cluster.remove_folder()
-        cleanup.stop_reaper(self.reaper)
 
     def report(self, error: BaseException | None, wall_s: float) -> int:
         """Summary, trace, report and closing words; returns the exit code."""
@@ -181,12 +160,12 @@ class _Launch:
         elif error is not None:
             print(f"error: {error}", file=sys.stderr, flush=True)
         if isinstance(error, WorkerLost):
-            for pid, words in self.last_words.items():
+            for pid, words in self.processes.last_words.items():
                 if f"process {pid})" in str(error) and words:
                     print(f"last words of process {pid}:\n{words}", file=sys.stderr)
         if error is not None and not isinstance(error, AsyncFlowError):
             traceback.print_exception(error)
         close_logging()
-        if self.reaper is None and isinstance(error, ConfigError | DataError | PlatformError):
+        if not self.processes.started and isinstance(error, ConfigError | DataError | PlatformError):
             return WRONG_SETTINGS
         return OK if error is None else INTERRUPTED if isinstance(error, Interrupted) else FAILED

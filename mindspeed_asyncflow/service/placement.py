@@ -6,12 +6,13 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
+from mindspeed_asyncflow.config.feasibility import needed_replicas, own_replicas
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.service.cleanup import scratch_prefix
@@ -28,32 +29,35 @@ class Demand:
     count: int  # processes
     devices_each: int
     keys: str
+    needed: int  # processes without which the run does not start
 
 
 def demands(config: Config) -> list[Demand]:
+    """Replicas on devices of trainer ranks demand none."""
     t, r = config.trainer, config.rollout
     sizes = "trainer.tensor_parallel, pipeline_parallel, context_parallel, data_parallel"
-    return [
-        Demand("trainer", t.world_size, 1, sizes),
-        Demand("rollout", r.replicas, r.tensor_parallel, "rollout.replicas, rollout.tensor_parallel"),
-    ]
+    wanted = [Demand("trainer", t.world_size, 1, sizes, t.world_size)]
+    if own := own_replicas(config):
+        keys = "rollout.replicas, rollout.tensor_parallel" + (", rollout.min_replicas" if r.min_replicas else "")
+        wanted.append(Demand("rollout", own, r.tensor_parallel, keys, needed_replicas(config)))
+    return wanted
 
 
-def check_feasible(wanted: list[Demand], available: Mapping[str, float]) -> None:
+def check_feasible(wanted: Sequence[Demand], available: Mapping[str, float]) -> None:
     """Raise PlatformError, listing wanted and available, instead of waiting for devices that cannot come."""
-    total = sum(d.count * d.devices_each for d in wanted)
+    total = sum(d.needed * d.devices_each for d in wanted)
     have = int(available.get(DEVICE, 0))
     if total <= have:
         return
-    rows = "".join(f"\n  {d.name}: {d.count} x {d.devices_each} ({d.keys})" for d in wanted)
+    rows = "".join(f"\n  {d.name}: {d.needed} x {d.devices_each} ({d.keys})" for d in wanted)
     raise PlatformError(f"the run wants {total} {DEVICE}s, the cluster has {have}; lower these settings:{rows}")
 
 
 class Cluster:
     """A private Ray of this run on this machine, or a running one that `RAY_ADDRESS` names."""
 
-    def __init__(self, config: Config, platform_name: str) -> None:
-        self.wanted = demands(config)
+    def __init__(self, config: Config, platform_name: str, wanted: Sequence[Demand] | None = None) -> None:
+        self.wanted = demands(config) if wanted is None else wanted
         self.platform_name = platform_name
         self.cpus = config.run.ray_cpus
         self.folder: Path | None = None

@@ -31,19 +31,14 @@ class RelayOfRank:
 
 
 @dataclass(frozen=True, slots=True)
-class MirrorOfNode:
-    """The mirror file of a node with replicas, and who loads from it."""
-
-    ip: str
-    path: str
-    replicas: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Relays:
     ranks: tuple[RelayOfRank, ...]  # of every trainer rank
-    servers: dict[int, str]  # the rank that serves its node's relay -> address to listen on
-    mirrors: tuple[MirrorOfNode, ...]
+    servers: dict[int, str]  # the rank that can serve its node's relay to mirrors -> address to listen on
+    whole: str  # Ray's id of the node where one file has all shards; "" where none has
+
+    def maps(self, place: Place) -> bool:
+        """Whether a replica there maps the relay; elsewhere it loads through a mirror of its node."""
+        return place.node == self.whole
 
 
 def over_loopback(places: Mapping[str, Place]) -> dict[str, Place]:
@@ -53,22 +48,14 @@ def over_loopback(places: Mapping[str, Place]) -> dict[str, Place]:
     return {name: Place(place.node, "127.0.0.1") for name, place in places.items()}
 
 
-def plan_relays(trainers: Sequence[Place], replicas: Sequence[Place], *, always_mirror: bool = False) -> Relays:
-    """Places of the trainer ranks and of the replicas -> what to start. One mirror for all replicas of a node."""
-    at = _by_node(trainers)
+def plan_relays(trainers: Sequence[Place], *, always_mirror: bool = False) -> Relays:
+    """Places of the trainer ranks -> their files. `always_mirror`: replicas use one on the trainers' node too."""
+    at: dict[str, tuple[int, ...]] = {}
+    for rank, place in enumerate(trainers):
+        at[place.node] = (*at.get(place.node, ()), rank)
     files = {node: RelayOfRank(shm_path(f"relay{i}"), ranks) for i, (node, ranks) in enumerate(at.items())}
-    whole = next(iter(at)) if len(at) == 1 and not always_mirror else None  # where one file has all shards
-    mirrors = tuple(
-        MirrorOfNode(replicas[here[0]].ip, shm_path(f"mirror{i}"), here)
-        for i, (node, here) in enumerate(_by_node(replicas).items())
-        if node != whole
+    return Relays(
+        ranks=tuple(files[place.node] for place in trainers),
+        servers={file.writers[0]: trainers[file.writers[0]].ip for file in files.values()},
+        whole=next(iter(at)) if len(at) == 1 and not always_mirror else "",
     )
-    servers = {file.writers[0]: trainers[file.writers[0]].ip for file in files.values()} if mirrors else {}
-    return Relays(tuple(files[place.node] for place in trainers), servers, mirrors)
-
-
-def _by_node(places: Sequence[Place]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for index, place in enumerate(places):
-        found[place.node] = (*found.get(place.node, ()), index)
-    return found

@@ -1,218 +1,283 @@
-"""The processes of one run: start them all, run the loops over them, end them all."""
+"""One run: start its processes, run the loops over them, end them all.
+
+replicas                     processes                                    start
+with devices of their own    one each                                     beside everything else; late ones join
+on the trainers' devices     one each, near the ranks that it belongs to  first, and asleep before trainers start
+in place                     that of the trainer rank                     the same
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import secrets
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from mindspeed_asyncflow.config.feasibility import in_place, needed_replicas, own_replicas, sharing_replicas
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.data.prompts import Prompt, PromptSet, PromptStream
 from mindspeed_asyncflow.data.tokenizers import stop_token_ids
 from mindspeed_asyncflow.dock.client import DockClient
-from mindspeed_asyncflow.errors import DeadlineExceeded
+from mindspeed_asyncflow.errors import WorkerLost
+from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.observe.run_folder import RunFolder
+from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.service import wiring
-from mindspeed_asyncflow.service.actors import Remote, here, spawn
-from mindspeed_asyncflow.service.cleanup import shm_path
-from mindspeed_asyncflow.service.placement import DEVICE
-from mindspeed_asyncflow.service.relays import Place, Relays, over_loopback, plan_relays
-from mindspeed_asyncflow.workflow.arrivals import Mirror
+from mindspeed_asyncflow.service.actors import BESIDE, Part, Remote
+from mindspeed_asyncflow.service.mirrors import Mirrors
+from mindspeed_asyncflow.service.relays import plan_relays
+from mindspeed_asyncflow.service.replicas import Replicas
+from mindspeed_asyncflow.service.workers import Workers
 from mindspeed_asyncflow.workflow.book import Issue
+from mindspeed_asyncflow.workflow.dock_port import ThreadDock
+from mindspeed_asyncflow.workflow.events import NoEvents
+from mindspeed_asyncflow.workflow.job import Crew
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.run import Run
+from mindspeed_asyncflow.workflow.turns import NoTurns, Turns
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync, expected_of
-from mindspeed_asyncflow.workflow.workers import MirrorRoute
 
-T = TypeVar("T")
-CLOSE_S = 5.0  # workers get this long to close in order before they are killed
+PARTITION = "train"
+CALLS_BESIDE_ANSWERS = 4  # of one replica at a time: load, fetch, stop, count
 
 
-class Session:
+class Session(Workers):
     def __init__(
         self,
         config: Config,
         folder: RunFolder,
         model_folder: str,
-        tokenizer,
+        tokenizer: Any,
         prompts: PromptSet,
         recorder: StepRecorder,
     ) -> None:
-        self.config, self.folder, self.model_folder = config, folder, model_folder
+        super().__init__(config, folder)
+        self.model_folder = model_folder
         self.stop_ids = stop_token_ids(model_folder, tokenizer)
         self.prompts, self.recorder = prompts, recorder
         self.stream = PromptStream(
             prompts, config.run.seed, config.data.epochs, config.data.drop_last, config.workflow.groups_per_step
         )
-        self.workers: list[Remote] = []
-        self.dock: DockClient | None = None
+        self.events = NoEvents()
+        self.in_place = in_place(config)
+        self.trainers: list[Any] = []
+        self.sharing: dict[int, Any] = {}  # replicas on devices of trainer ranks, by index
+        self.turns: Turns = NoTurns()
+        self.dock: ThreadDock | None = None
         self.run: Run | None = None
+        self._probe: list[tuple[np.ndarray, np.ndarray]] | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    # ---- start -------------------------------------------------------------------------------------------------------
 
     async def start(self, say: Callable[[str], None]) -> None:
-        """Start every worker at the same time; an error names the ones that did not come up."""
+        """Start every worker; an error names the ones that did not come up."""
         config, secret = self.config, secrets.token_bytes(16)
         say("starting dock")
-        pairs = [self._spawn(f"dock{i}") for i in range(config.dock.pairs)]
-        self._spawn_workers()
-        await self._find_places()
-        addresses = await self._start_dock(pairs, secret)
-        self.dock = DockClient(addresses, secret, config.dock.wait_s)
-        spec = wiring.WorkerSpec(
-            config, self.model_folder, self.stop_ids, addresses, secret, str(self.folder.trace), str(self.folder.log)
-        )
-        say(
-            f"starting {config.trainer.world_size} trainer rank(s), {config.rollout.replicas} rollout replica(s) "
+        threads = config.workflow.lanes + CALLS_BESIDE_ANSWERS
+        pairs = [self.spawn(f"dock{i}") for i in range(config.dock.pairs)]
+        ranks = self.spawn_trainers(beside=threads if self.in_place else 0)
+        own = {
+            i: self.spawn(f"rollout{i}", config.rollout.tensor_parallel, concurrency=threads)
+            for i in range(own_replicas(config))
+        }
+        self.references = [self.spawn("reference0")] if config.algorithm.kl_coef > 0 else []
+        self.scorer = self.spawn("scorer", concurrency=2)
+        limit_s = config.workflow.start_timeout_s
+        self.replicas = Replicas(own, needed_replicas(config), limit_s, self._build_replica)
+        self.replicas.lost = self._lost
+        all_placed = await self.replicas.find()
+        fixed = [*pairs, *ranks, *self.references, self.scorer]
+        known = {own[i].name: place for i, place in self.replicas.places.items()}
+        await self.find_places(fixed, known, all_there=all_placed)
+        addresses = await self.start_dock(pairs, secret)
+        claimers = (config.rollout.replicas + sharing_replicas(config)) * config.workflow.lanes + 4
+        self.dock = ThreadDock(DockClient(addresses, secret, config.dock.wait_s), PARTITION, claimers)
+        self.spec = wiring.WorkerSpec(
+            config, self.model_folder, self.stop_ids, addresses, secret,
+            str(self.folder.trace), str(self.folder.log), str(self.folder.events),
+        )  # fmt: skip
+        say(self._who_starts())
+        await self._start_workers(ranks, threads)
+        await self._connect()
+
+    def _who_starts(self) -> str:
+        config = self.config
+        lent = f" and {sharing_replicas(config)} on lent devices" if config.workflow.lend else ""
+        return (
+            f"starting {config.trainer.world_size} trainer rank(s), {config.rollout.replicas} rollout replica(s){lent} "
             f"({config.rollout.engine}), scorer"
         )
-        relays = self._plan_relays()
-        host = self.places["trainer0"].ip
-        await self._in_time({"trainer0": self.trainers[0].build(wiring.hold_rendezvous_port, host)})
-        master = host, await self._within(self.trainers[0].get("port"), "trainer0 to name its port")
-        starting = {f"rollout{i}": w.build(wiring.build_rollout, spec, i) for i, w in enumerate(self.rollouts)}
-        starting |= {
-            f"trainer{r}": w.build(wiring.build_trainer, spec, r, master, relays.ranks[r])
-            for r, w in enumerate(self.trainers)
-        }
-        starting |= {f"reference{i}": w.build(wiring.build_reference, spec, i) for i, w in enumerate(self.references)}
-        starting["scorer"] = self.scorer.build(wiring.build_scorer, spec)
-        await self._in_time(starting)
-        table = await self._within(self.trainers[0].table(), "trainer0 to describe the relay")
+
+    async def _start_workers(self, ranks: Sequence[Remote], threads: int) -> None:
+        """Replicas on trainers' devices before the trainers, everything else at the same time."""
+        config, spec = self.config, self.spec
+        self.relays = plan_relays([self.places[r.name] for r in ranks], always_mirror=config.workflow.relay == "mirror")
+        self.replicas.start()
+        others = {r.name: r.build(wiring.build_reference, spec, i) for i, r in enumerate(self.references)}
+        others["scorer"] = self.scorer.build(wiring.build_scorer, spec)
+        await asyncio.gather(self.in_time(others), self._start_ranks(ranks, threads), self.replicas.enough())
+
+    async def _start_ranks(self, ranks: Sequence[Remote], threads: int) -> None:
+        spec = self.spec
+        if self.in_place:
+            self.sharing = {i: Part(r, "rollout", f"rollout{i}", BESIDE) for i, r in enumerate(ranks)}
+            self.trainers = [Part(r, "trainer", r.name, aside=("published",)) for r in ranks]
+            master = await self.rendezvous(ranks[0])
+            await self.in_time({r.name: r.build(wiring.OneProcess, spec, i) for i, r in enumerate(ranks)})
+            await self._put_to_rest()
+            await self.in_time({r.name: r.add_trainer(master) for r in ranks})
+            return
+        self.trainers = list(ranks)
+        first = own_replicas(self.config)
+        for index in range(first, first + sharing_replicas(self.config)):
+            self.sharing[index] = await self._spawn_beside(index, ranks, index - first, threads)
+        await self.in_time({r.name: r.build(wiring.build_rollout, spec, i, True) for i, r in self.sharing.items()})
+        await self._put_to_rest()
+        await self.start_trainers(ranks, spec, self.relays.ranks, gives=bool(self.sharing))
+
+    async def _spawn_beside(self, index: int, ranks: Sequence[Remote], number: int, threads: int) -> Remote:
+        """A replica on the devices of its trainer ranks, which Ray counts for those only."""
+        size = self.config.rollout.tensor_parallel
+        beside = ranks[number * size : (number + 1) * size]
+        devices = [d for rank in beside for d in await self.within(rank.devices(), f"{rank.name} to name its device")]
+        variable = current(self.config.run.platform).visible_env
+        seen = {variable: ",".join(sorted(devices, key=int))} if variable and devices else None
+        node = self.places[beside[0].name].node
+        worker = self.spawn(f"rollout{index}", concurrency=threads, node=node, environment=seen)
+        worker.on_loss = lambda: self._lost(index)
+        return worker
+
+    async def _put_to_rest(self) -> None:
+        """Sharing replicas leave their devices to the trainers, after the first one has given the probe answers."""
+        if not self.sharing:
+            return
+        if not own_replicas(self.config):
+            self._probe = await self._choose_probe(next(iter(self.sharing.values())))
+        await self.in_time({f"rollout{i} (going to sleep)": w.rest() for i, w in self.sharing.items()})
+
+    async def _build_replica(self, index: int) -> None:
+        await self.replicas.remotes[index].build(wiring.build_rollout, self.spec, index)
+
+    async def _connect(self) -> None:
+        """Ways of weights from trainers to replicas, and turns where they share devices."""
+        config = self.config
+        table = await self.within(self.trainers[0].table(), "trainer0 to describe the relay")
+        self.rollouts: dict[int, Any] = {**self.replicas.up, **self.sharing}
+        self.mirrors = Mirrors(self.relays, config.workflow, self.rollouts, self._serve_relays)
+        if not self.in_place:
+            for index in sorted(self.rollouts):
+                await self.within(self.mirrors.need(index, self._replica_places()), f"rollout{index} to take a mirror")
+        total = own_replicas(config) + sharing_replicas(config)
         self.sync = WeightSync(
-            self.rollouts,
+            [self.rollouts.get(i) for i in range(total)],
             config.model.dtype,
-            relays.ranks[0].path,
+            self.relays.ranks[0].path,
             table,
             update=config.workflow.update,
             keep=config.workflow.keep_versions,
-            mirrors=await self._start_mirrors(relays),
+            mirrors=self.mirrors.all(),
             busy=self.recorder.busy,
+            events=self.events,
         )
+        self.mirrors.sync = self.sync
+        if self.sharing:
+            lend = config.workflow.lend
+            self.turns = Turns(self.trainers, self.sharing, interrupt=lend, emptied=self.sync.emptied)
 
-    def _spawn_workers(self) -> None:
-        config = self.config
-        self.trainers = [
-            self._spawn(f"trainer{r}", {DEVICE: 1}, aside=("published",)) for r in range(config.trainer.world_size)
-        ]
-        self.rollouts = [
-            self._spawn(f"rollout{i}", {DEVICE: config.rollout.tensor_parallel}, concurrency=4)
-            for i in range(config.rollout.replicas)
-        ]
-        self.references = [self._spawn("reference0")] if config.algorithm.kl_coef > 0 else []
-        self.scorer = self._spawn("scorer", concurrency=2)
+    def _replica_places(self) -> dict[int, Any]:
+        """Places of all replicas that are there or starting."""
+        first, size = own_replicas(self.config), self.config.rollout.tensor_parallel
+        beside = {i: self.places[f"trainer{(i - first) * size}"] for i in self.sharing}
+        return {**self.replicas.places, **beside}
 
-    async def _find_places(self) -> None:
-        """Where every worker runs, by name, and the driver."""
-        found = {"driver": Place(*here())}
+    async def _serve_relays(self, servers: Mapping[int, str], secret: bytes) -> Sequence[str]:
+        serving = asyncio.gather(*(self.trainers[rank].serve(ip, secret) for rank, ip in servers.items()))
+        return await self.within(serving, "the trainer ranks to serve the relay")
 
-        async def ask(worker: Remote) -> None:
-            found[worker.name] = Place(*await worker.where())
+    # ---- replicas that come and go -----------------------------------------------------------------------------------
 
-        await self._in_time({worker.name: ask(worker) for worker in self.workers})
-        self.places = over_loopback(found)
+    async def _join_late(self, index: int) -> None:
+        """A replica that is still starting joins the run when it is up; without it the run goes on."""
+        assert self.run is not None
+        error: Exception | None = await self.replicas.later(index)
+        if error is None:
+            self.rollouts[index] = worker = self.replicas.up[index]
+            try:
+                await self.mirrors.need(index, self._replica_places())
+                self.run.join(index, worker)
+                return
+            except WorkerLost as lost:
+                error = lost
+        self.replicas.give_up(index)
+        self.run.answering.failed_to_start(index, error)
 
-    def _plan_relays(self) -> Relays:
-        trainers, replicas = ([self.places[w.name] for w in workers] for workers in (self.trainers, self.rollouts))
-        return plan_relays(trainers, replicas, always_mirror=self.config.workflow.relay == "mirror")
+    def _lost(self, index: int) -> None:
+        """The process of a replica is dead; the loops learn it themselves."""
+        self.rollouts.pop(index, None)
+        task = asyncio.ensure_future(self._replace_mirror(index))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
-    async def _start_mirrors(self, relays: Relays) -> list[Mirror]:
-        """Relay servers beside the trainer ranks, and a mirror in the first replica of every node that needs one."""
-        secret, workflow = secrets.token_bytes(16), self.config.workflow
-        serving = asyncio.gather(*(self.trainers[rank].serve(ip, secret) for rank, ip in relays.servers.items()))
-        sources = tuple(await self._within(serving, "the trainer ranks to serve the relay"))
-        silence_s = workflow.watchdog_s / 2  # says more than the watchdog, so it comes first
-        mirrors = []
-        for at in relays.mirrors:
-            first = self.rollouts[at.replicas[0]]
-            route = MirrorRoute(at.path, sources, secret, workflow.keep_versions, silence_s, workflow.relay_delta)
-            await self._within(first.use_mirror(route), f"rollout{at.replicas[0]} to take the mirror of {at.ip}")
-            mirrors.append(Mirror(at.ip, at.replicas, first.fetch))
-        return mirrors
+    async def _replace_mirror(self, index: int) -> None:
+        for stranded in await self.mirrors.lost(index):
+            get_logger("service").warning("rollout%d leaves: no way to weights is left on its node", stranded)
+            self.rollouts.pop(stranded, None)
+            if self.run is not None:
+                await self.run.leave(stranded)
 
-    async def _start_dock(self, pairs: list[Remote], secret: bytes) -> list[str]:
-        """Addresses of the pairs, also left in the run folder for `asyncflow dock`."""
-        starting = {}
-        for i, pair in enumerate(pairs):
-            host = self.places[pair.name].ip
-            starting[pair.name] = pair.build(wiring.build_pair, self.config, secret, i, shm_path(f"arena{i}"), host)
-        await self._in_time(starting)
-        found = [await self._within(pair.get("address"), f"{pair.name} to name its address") for pair in pairs]
-        self.folder.dock.touch(mode=0o600)
-        self.folder.dock.write_text(json.dumps({"addresses": found, "secret": secret.hex()}), encoding="utf-8")
-        return found
-
-    def _spawn(self, name: str, resources: dict[str, float] | None = None, **threads: Any) -> Remote:
-        worker = spawn(name, resources=resources or {}, **threads)
-        self.workers.append(worker)
-        return worker
-
-    async def _in_time(self, starting: dict) -> None:
-        """First failure wins; a deadline names who is missing."""
-        tasks = {asyncio.ensure_future(c): name for name, c in starting.items()}
-        limit = self.config.workflow.start_timeout_s
-        done, waiting = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-        if waiting:
-            missing = ", ".join(sorted(tasks[t] for t in waiting))
-            raise DeadlineExceeded(f"not started after {limit:g} s (workflow.start_timeout_s): {missing}")
-
-    async def _within(self, work: Awaitable[T], whom: str) -> T:
-        """Work outside the loops, which the watchdog does not see; the deadline is that of the start."""
-        limit = self.config.workflow.start_timeout_s
-        try:
-            return await asyncio.wait_for(work, limit)
-        except asyncio.TimeoutError:
-            raise DeadlineExceeded(f"waited {limit:g} s (workflow.start_timeout_s) for {whom}") from None
-
-    async def bring_all_up(self) -> None:
-        await self._within(self.sync.bring_all_up(), "the replicas to load the newest weights")
+    # ---- the run -----------------------------------------------------------------------------------------------------
 
     async def prepare(self, say: Callable[[str], None]) -> None:
         """Version 0: probe answers, the first publication, loaded and checked by all replicas, the first evaluation."""
         say("checking weights of trainer and rollout")
-        await self._choose_probe()
+        if self._probe is None:
+            self._probe = await self._choose_probe(self.rollouts[min(self.replicas.up)])
+        self.sync.probe = self._probe
         starting = asyncio.gather(*(t.start(0, self.sync.probe) for t in self.trainers))
-        await self._within(starting, "the trainer ranks to begin")
+        await self.within(starting, "the trainer ranks to begin")
         expected = expected_of(self.trainers)
+        await self.within(asyncio.wait([expected]), "the trainer ranks to score the probe answers")
         writing = asyncio.gather(*(t.published(0) for t in self.trainers))
-        shards = await self._within(writing, "the trainer ranks to publish the starting weights")
+        shards = await self.within(writing, "the trainer ranks to publish the starting weights")
         self.sync.publish(shards, expected)
         await self.bring_all_up()
         if self.config.evaluation.prompts and self.prompts.heldout:
             say("evaluating held-out prompts")
             self.recorder.evaluated(0, await self.evaluate())
 
-    async def _choose_probe(self) -> None:
+    async def _choose_probe(self, worker: Any) -> list[tuple[np.ndarray, np.ndarray]]:
         """Answers of the starting policy to a few prompts: fixed for the run."""
         count = self.config.workflow.probe_answers
         if not count:
-            return
+            return []
         chosen = (self.prompts.heldout or self.prompts.train)[:count]
-        asked = self.rollouts[0].answer([p.ids for p in chosen], False)
-        answers = await self._within(asked, "rollout0 to answer the probe prompts")
-        self.sync.probe = [(p.ids, ids) for p, (ids, _) in zip(chosen, answers) if len(ids)]
+        asked = worker.answer([p.ids for p in chosen], False)
+        answers = await self.within(asked, f"{worker.name} to answer the probe prompts")
+        return [(p.ids, ids) for p, (ids, _) in zip(chosen, answers) if len(ids)]
 
     async def train(self) -> None:
         assert self.dock is not None
+        late = self.replicas.starting
+        leaders = wiring.leaders(self.config)
+        crew = Crew(dict(self.rollouts), self.scorer, self.references, self.trainers, leaders, set(late))
         self.run = Run(
             self.config,
             self.dock,
             self._next_batch,
-            self.rollouts,
-            self.scorer,
-            self.references,
-            self.trainers,
-            wiring.leaders(self.config),
+            crew,
             self.sync,
             self.recorder,
             self.evaluate,
             self.save,
+            turns=self.turns,
+            events=self.events,
         )
+        for index in late:
+            self.run.job.spawn(self._join_late(index))
         self.recorder.begin()
         try:
             await self.run.train()
@@ -223,31 +288,57 @@ class Session:
         batch = next(self.stream, None)
         return None if batch is None else [Issue(epoch, index, p.ids, p.truth) for epoch, index, p in batch]
 
+    @contextlib.asynccontextmanager
+    async def _serving(self) -> AsyncIterator[dict[int, Any]]:
+        """Replicas that are up and have their devices, with the newest weights: those with devices of their own, or
+        where there are none, those that share them, in their turn."""
+        chosen = [i for i in sorted(self.rollouts) if own_replicas(self.config) == 0 or i not in self.sharing]
+        async with contextlib.AsyncExitStack() as turns:
+            for index in chosen:
+                await turns.enter_async_context(self.turns.generating(index))
+            await self.within(self.sync.bring_all_up(chosen), "the replicas to load the newest weights")
+            yield {i: self.rollouts[i] for i in chosen if i in self.rollouts}
+
+    async def bring_all_up(self) -> None:
+        async with self._serving():
+            pass
+
     async def evaluate(self) -> float | None:
         """Mean score of greedy answers to held-out prompts, spread over the replicas; unscored answers count 0."""
         chosen: list[Prompt] = self.prompts.heldout[: self.config.evaluation.prompts]
         if not chosen:
             return None
-        await self.bring_all_up()
-        shares = np.array_split(np.arange(len(chosen)), len(self.rollouts))
-        asked = asyncio.gather(
-            *(w.answer([chosen[i].ids for i in share], True) for w, share in zip(self.rollouts, shares) if len(share))
-        )
-        answers = await self._within(asked, "the replicas to answer the held-out prompts")
-        flat = [a for part in answers for a in part]
+        answers = await self._answers(chosen)
         scoring = self.scorer.score_texts(
-            [ids for ids, _ in flat], [p.truth for p in chosen], [reason == "stop" for _, reason in flat]
+            [ids for ids, _ in answers], [p.truth for p in chosen], [reason == "stop" for _, reason in answers]
         )
-        scores = await self._within(scoring, "the scorer to score the held-out answers")
+        scores = await self.within(scoring, "the scorer to score the held-out answers")
         return float(np.mean([0.0 if s is None else s for s in scores]))
+
+    async def _answers(self, chosen: Sequence[Prompt]) -> list[tuple[np.ndarray, str]]:
+        """Greedy answers; asked anew of the others where a replica is lost meanwhile."""
+        while True:
+            there = set(self.rollouts)
+            try:
+                async with self._serving() as replicas:
+                    shares = np.array_split(np.arange(len(chosen)), len(replicas))
+                    asked = zip(replicas.values(), shares)
+                    asking = asyncio.gather(*(w.answer([chosen[i].ids for i in s], True) for w, s in asked if len(s)))
+                    parts = await self.within(asking, "the replicas to answer the held-out prompts")
+                return [answer for part in parts for answer in part]
+            except WorkerLost as error:
+                if not self.rollouts or set(self.rollouts) == there:
+                    raise
+                get_logger("service").warning("held-out prompts are asked again: %s", error)
 
     async def save(self, step: int) -> None:
         """Trainer state and the policy as a Hugging Face folder."""
         folder = self.folder.checkpoints / f"step_{step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
         extra = {"step": step, "data": self.stream.state(), "seed": self.config.run.seed}
-        saving = asyncio.gather(*(t.save(str(folder), extra) for t in self.trainers))
-        await self._within(saving, "the trainer ranks to save")
+        async with self.turns.training():
+            saving = asyncio.gather(*(t.save(str(folder), extra) for t in self.trainers))
+            await self.within(saving, "the trainer ranks to save")
         link(folder / "hf", self.folder.hf)
 
     @property
@@ -256,23 +347,13 @@ class Session:
         return self.sync.newest.version if self.sync.newest is not None else 0
 
     async def close(self) -> None:
-        """Ask every worker to close; `kill` ends those that do not."""
-        assert self.dock is not None
-        closing = [asyncio.ensure_future(w.close()) for w in reversed(self.workers)]
-        _, late = await asyncio.wait(closing, timeout=CLOSE_S)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*closing, return_exceptions=True)
-        self.dock.close()
-
-    def kill(self) -> None:
-        """End the processes of all workers now."""
-        self.folder.dock.unlink(missing_ok=True)
-        for worker in self.workers:
-            worker.kill()
+        await super().close()
+        if self.dock is not None:
+            self.dock.close()
+            self.dock.client.close()
 
 
-def link(target: Path, name: Path) -> None:
+def link(target: Any, name: Any) -> None:
     """Point `name` at `target`, replacing an older link."""
     name.unlink(missing_ok=True)
     name.symlink_to(target.relative_to(name.parent))

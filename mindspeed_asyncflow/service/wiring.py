@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mindspeed_asyncflow.config.model import describe
+from mindspeed_asyncflow.config.parallel import RolloutParallel
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.data.tokenizers import decode_answers, load_tokenizer
 from mindspeed_asyncflow.dock.client import DockClient
@@ -21,8 +24,11 @@ from mindspeed_asyncflow.platforms.ports import HeldPort, hold_port
 from mindspeed_asyncflow.records import SamplingSpec
 from mindspeed_asyncflow.service.relays import RelayOfRank
 from mindspeed_asyncflow.workflow.publisher import Publisher
+from mindspeed_asyncflow.workflow.sample_log import NoSamples, SampleLog
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
 from mindspeed_asyncflow.workflow.workers import ReferenceWorker, RolloutWorker, ScoreWorker
+
+IN_PLACE_BUCKET_BYTES = 64 << 20  # staging beside both shards while a replica is filled in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,7 @@ class WorkerSpec:
     dock_secret: bytes
     trace_folder: str
     log_file: str
+    events_folder: str
 
     @property
     def max_model_len(self) -> int:
@@ -63,26 +70,23 @@ def _engine_arguments(spec: WorkerSpec) -> dict[str, Any]:
     )
 
 
-def _rollout_engine(spec: WorkerSpec) -> RolloutEngine:
+def _rollout_engine(spec: WorkerSpec, sleeps: bool) -> RolloutEngine:
     if spec.config.rollout.engine == "vllm":
         from mindspeed_asyncflow.engines.vllm.engine import VLLMEngine
 
         npu = current(spec.config.run.platform).name == "npu"
-        return VLLMEngine(**_engine_arguments(spec), npu=npu)
+        return VLLMEngine(**_engine_arguments(spec), npu=npu, sleep_enabled=sleeps)
     from mindspeed_asyncflow.engines.reference import ReferenceEngine
 
     return ReferenceEngine(**_engine_arguments(spec))
 
 
-def build_rollout(spec: WorkerSpec, index: int) -> RolloutWorker:
-    name = f"rollout{index}"
-    tracer = _enter(spec, name)
+def _rollout_arguments(spec: WorkerSpec, name: str, tracer: Tracer) -> dict[str, Any]:
     config = spec.config
     share = max(1, config.workflow.groups_per_step // config.rollout.replicas)
-    return RolloutWorker(
-        _rollout_engine(spec),
-        _dock(spec),
-        SamplingSpec(
+    return dict(
+        dock=_dock(spec),
+        sampling=SamplingSpec(
             config.rollout.max_new_tokens,
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
@@ -94,7 +98,16 @@ def build_rollout(spec: WorkerSpec, index: int) -> RolloutWorker:
         commit_groups=max(1, share // 4) if config.workflow.overlap else share,
         timeout_s=config.rollout.timeout_s,
         tracer=tracer,
+        partial_rounds=config.workflow.partial_rounds,
+        group_size=config.algorithm.group_size,
     )
+
+
+def build_rollout(spec: WorkerSpec, index: int, sleeps: bool = False) -> RolloutWorker:
+    """`sleeps`: its devices are a trainer's in turn."""
+    name = f"rollout{index}"
+    tracer = _enter(spec, name)
+    return RolloutWorker(_rollout_engine(spec, sleeps), **_rollout_arguments(spec, name, tracer))
 
 
 def build_reference(spec: WorkerSpec, index: int) -> ReferenceWorker:
@@ -143,18 +156,24 @@ def hold_rendezvous_port(host: str) -> HeldPort:
     return _held
 
 
-def build_trainer(spec: WorkerSpec, rank: int, master: tuple[str, int], relay: RelayOfRank) -> TrainWorker:
+def _sample_log(spec: WorkerSpec, rank: int) -> NoSamples:
+    """Ranks that lead a data-parallel replica record what it trains."""
+    config = spec.config
+    if not config.observe.events or rank not in leaders(config):
+        return NoSamples()
+    share = config.observe.events_mb * 2**20 // config.trainer.data_parallel
+    return SampleLog(Path(spec.events_folder), replica_of(config, rank), share)
+
+
+def _train_engine(spec: WorkerSpec, rank: int, master: tuple[str, int]) -> Any:
     from mindspeed_asyncflow.algorithms.policy_loss import make_policy_loss
     from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
-    from mindspeed_asyncflow.reshard.relay import RelayWriter
-    from mindspeed_asyncflow.reshard.relay_plan import write_plan
 
-    name, config = f"trainer{rank}", spec.config
-    tracer = _enter(spec, name)
+    config = spec.config
     bootstrap(config.run.platform, config.trainer.threads)  # changes torch, so it comes before megatron is imported
     from mindspeed_asyncflow.engines.megatron.engine import MegatronTrainEngine
 
-    engine = MegatronTrainEngine(
+    return MegatronTrainEngine(
         spec.model_folder,
         config.trainer,
         dtype=config.model.dtype,
@@ -169,9 +188,24 @@ def build_trainer(spec: WorkerSpec, rank: int, master: tuple[str, int], relay: R
         platform=config.run.platform,
         held_port=_held if rank == 0 else None,
     )
+
+
+def _trainer_arguments(
+    spec: WorkerSpec, rank: int, engine: Any, tracer: Tracer, relay: RelayOfRank | None
+) -> dict[str, Any]:
+    """`relay`: None where versions are not stored."""
+    from mindspeed_asyncflow.reshard.relay import RelayWriter
+    from mindspeed_asyncflow.reshard.relay_plan import write_plan
+    from mindspeed_asyncflow.reshard.unstored import UnstoredWriter
+
+    name, config = f"trainer{rank}", spec.config
     plan = write_plan(engine.layout)
     table = plan.table(engine.layout, config.model.dtype)
-    writer = RelayWriter(relay.path, table, rank, relay.writers, config.workflow.keep_versions)
+    writer = (
+        UnstoredWriter(table)
+        if relay is None
+        else RelayWriter(relay.path, table, rank, relay.writers, config.workflow.keep_versions)
+    )
     publisher = Publisher(
         engine.shards,
         plan.ranks[rank],
@@ -182,15 +216,83 @@ def build_trainer(spec: WorkerSpec, rank: int, master: tuple[str, int], relay: R
         timeout_s=config.workflow.watchdog_s,
         tracer=tracer,
     )
-    return TrainWorker(
-        engine,
-        _dock(spec),
-        config.algorithm,
+    return dict(
+        engine=engine,
+        dock=_dock(spec),
+        algorithm=config.algorithm,
         name=name,
         replica=replica_of(config, rank),
         publisher=publisher,
         tracer=tracer,
+        samples=_sample_log(spec, rank),
     )
+
+
+def build_trainer(
+    spec: WorkerSpec, rank: int, master: tuple[str, int], relay: RelayOfRank, gives: bool = False
+) -> TrainWorker:
+    """`gives`: its device is used by replicas in turn."""
+    tracer = _enter(spec, f"trainer{rank}")
+    engine = _train_engine(spec, rank, master)
+    arguments = _trainer_arguments(spec, rank, engine, tracer, relay)
+    if not gives:
+        return TrainWorker(**arguments)
+    from mindspeed_asyncflow.platforms.memory import DeviceMemory
+    from mindspeed_asyncflow.workflow.sharing import GivingTrainWorker, SwappedDevice
+
+    return GivingTrainWorker(**arguments, device=SwappedDevice(engine, DeviceMemory(engine.platform)))
+
+
+class OneProcess:
+    """A trainer rank and the replica on its device, in place of each other: `rollout`, and `trainer` when it is there.
+
+    The engine answers with the model folder's weights until `rollout.rest()`, which must come before `add_trainer`.
+    """
+
+    def __init__(self, spec: WorkerSpec, rank: int) -> None:
+        from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
+
+        self.tracer = _enter(spec, f"trainer{rank}")
+        platform = bootstrap(spec.config.run.platform, spec.config.trainer.threads)
+        from mindspeed_asyncflow.engines.reference import ReferenceEngine
+        from mindspeed_asyncflow.platforms.memory import DeviceMemory
+        from mindspeed_asyncflow.workflow.sharing import FilledRolloutWorker
+
+        self.spec, self.rank, self.memory = spec, rank, DeviceMemory(platform)
+        self.served = ReferenceEngine(**_engine_arguments(spec), memory=self.memory)
+        name = f"rollout{rank}"
+        tracer = Tracer(spec.trace_folder, name, enabled=spec.config.observe.trace)
+        self.rollout = FilledRolloutWorker(self.served, **_rollout_arguments(spec, name, tracer))
+        self.trainer: TrainWorker | None = None
+
+    def add_trainer(self, master: tuple[str, int]) -> None:
+        """Collective."""
+        from mindspeed_asyncflow.platforms.memory import HostPool
+        from mindspeed_asyncflow.reshard.in_place import InPlace
+        from mindspeed_asyncflow.reshard.rollout_layout import rollout_layout
+        from mindspeed_asyncflow.workflow.sharing import FilledDevice, GivingTrainWorker
+
+        spec, config = self.spec, self.spec.config
+        engine = _train_engine(spec, self.rank, master)
+        shape = describe(json.loads((Path(spec.model_folder) / "config.json").read_text(encoding="utf-8")))
+        in_place = InPlace(
+            engine,
+            self.served,
+            rollout_layout(shape, RolloutParallel(replicas=config.rollout.replicas)),
+            rank=self.rank,
+            memory=self.memory,
+            pool=HostPool(self.memory.platform),
+            bucket_bytes=IN_PLACE_BUCKET_BYTES,
+            timeout_s=config.workflow.watchdog_s,
+        )
+        device = FilledDevice(in_place, self.memory)
+        arguments = _trainer_arguments(spec, self.rank, engine, self.tracer, relay=None)
+        self.trainer, self.rollout.device = GivingTrainWorker(**arguments, device=device), device
+
+    def close(self) -> None:
+        if self.trainer is not None:
+            self.trainer.close()
+        self.rollout.close()
 
 
 def build_pair(config: Config, secret: bytes, pair: int, arena_path: str, host: str) -> DockServer:

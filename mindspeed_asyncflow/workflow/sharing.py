@@ -82,8 +82,8 @@ class FilledDevice:
 class GivingTrainWorker(TrainWorker):
     """A trainer rank whose device is used by a replica in turn."""
 
-    def __init__(self, *args: Any, device: SharedDevice, **how: Any) -> None:
-        super().__init__(*args, **how)
+    def __init__(self, *, device: SharedDevice, **how: Any) -> None:
+        super().__init__(**how)
         self.device = device
 
     def give(self) -> None:
@@ -108,36 +108,12 @@ class GivingTrainWorker(TrainWorker):
             raise PlatformError(f"{self.name}: {event}, and on the device are still bytes of {left}")
 
 
-class SleepingRolloutWorker(RolloutWorker):
-    """A replica that sleeps while a trainer has its devices."""
-
-    def rouse(self) -> None:
-        """The engine has its memory again; its weights are undefined until the next `load`."""
-        if self.engine.state == "SLEEPING":
-            with self.tracer.span("device/rouse", lane=self.name):
-                self.engine.wake()
-
-    def rest(self) -> None:
-        """Weights and caches leave the devices. Raises `EngineError` while an answer runs."""
-        with self.tracer.span("device/rest", lane=self.name):
-            if self.engine.state == "RUNNING":
-                self.engine.pause()
-            if self.engine.state != "SLEEPING":
-                self.engine.sleep(2)
-
-    def load(self, manifest: WeightManifest) -> UpdateReport:
-        report = super().load(manifest)
-        if self.engine.state == "PAUSED":  # it slept before
-            self.engine.resume()
-        return report
-
-
 class FilledRolloutWorker(RolloutWorker):
     """A replica in the process of a trainer rank, which fills its weights. It answers with the fingerprint that was
     published, once it has shown that it holds those bytes."""
 
-    def __init__(self, engine: RolloutEngine, *args: Any, **how: Any) -> None:
-        super().__init__(engine, *args, **how)
+    def __init__(self, engine: RolloutEngine, **how: Any) -> None:
+        super().__init__(engine, **how)
         self.device: FilledDevice | None = None  # when the trainer is there too
         self._published: Mapping[str, str] = {}  # the engine's own fingerprint -> the published one
 
@@ -147,8 +123,7 @@ class FilledRolloutWorker(RolloutWorker):
     def rest(self) -> None:
         """The trainer rank does it in `take_back`; before it has one, the engine must sleep by itself."""
         if self.device is None:
-            self.engine.pause()
-            self.engine.sleep(2)
+            super().rest()
 
     def load(self, manifest: WeightManifest) -> UpdateReport:
         """Prove that the weights that were filled are those of `manifest`. Raises `WeightSyncError`."""

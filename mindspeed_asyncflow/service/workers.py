@@ -1,0 +1,119 @@
+"""The processes that a run cannot do without: dock pairs and trainer ranks, and how processes are started and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.errors import DeadlineExceeded
+from mindspeed_asyncflow.observe.run_folder import RunFolder
+from mindspeed_asyncflow.service import wiring
+from mindspeed_asyncflow.service.actors import Remote, here, spawn
+from mindspeed_asyncflow.service.cleanup import shm_path
+from mindspeed_asyncflow.service.placement import DEVICE
+from mindspeed_asyncflow.service.relays import Place, RelayOfRank, over_loopback
+
+T = TypeVar("T")
+CLOSE_S = 5.0  # workers get this long to close in order before they are killed
+
+
+class Workers:
+    """Base of `Session`. Every process that `_spawn` starts is ended by `close` or `kill`."""
+
+    def __init__(self, config: Config, folder: RunFolder) -> None:
+        self.config, self.folder = config, folder
+        self.workers: list[Remote] = []
+        self.places: dict[str, Place] = {}
+
+    def spawn(self, name: str, devices: int = 0, **options: Any) -> Remote:
+        worker = spawn(name, resources={DEVICE: float(devices)} if devices else {}, **options)
+        self.workers.append(worker)
+        return worker
+
+    def spawn_trainers(self, beside: int = 0) -> list[Remote]:
+        """One process for each rank, on a device of its own; `beside`: threads for a second worker in it."""
+        ranks = range(self.config.trainer.world_size)
+        return [self.spawn(f"trainer{r}", devices=1, aside=("published",), beside=beside) for r in ranks]
+
+    async def find_places(self, workers: Sequence[Remote], others: Mapping[str, Place], *, all_there: bool) -> None:
+        """Where the workers run, by name, and the driver. `others`: places that are known already; `all_there`: no
+        process on another node can come in later."""
+        found = {"driver": Place(*here()), **others}
+
+        async def ask(worker: Remote) -> None:
+            found[worker.name] = Place(*await worker.where())
+
+        await self.in_time({worker.name: ask(worker) for worker in workers})
+        private = not os.environ.get("RAY_ADDRESS")
+        self.places = over_loopback(found) if all_there or private else found
+
+    async def start_dock(self, pairs: Sequence[Remote], secret: bytes) -> list[str]:
+        """Addresses of the pairs, also left in the run folder for `asyncflow dock`."""
+        starting = {}
+        for i, pair in enumerate(pairs):
+            host = self.places[pair.name].ip
+            starting[pair.name] = pair.build(wiring.build_pair, self.config, secret, i, shm_path(f"arena{i}"), host)
+        await self.in_time(starting)
+        found = [await self.within(pair.get("address"), f"{pair.name} to name its address") for pair in pairs]
+        self.folder.dock.touch(mode=0o600)
+        self.folder.dock.write_text(json.dumps({"addresses": found, "secret": secret.hex()}), encoding="utf-8")
+        return found
+
+    async def rendezvous(self, first: Remote) -> tuple[str, int]:
+        """Address at which the trainer ranks meet; the process of rank 0 keeps the port until it is used."""
+        host = self.places[first.name].ip
+        await self.in_time({first.name: first.build(wiring.hold_rendezvous_port, host)})
+        return host, await self.within(first.get("port"), f"{first.name} to name its port")
+
+    async def start_trainers(
+        self, trainers: Sequence[Remote], spec: wiring.WorkerSpec, relays: Sequence[RelayOfRank], gives: bool = False
+    ) -> None:
+        """Build all ranks together. `gives`: their devices are used by replicas in turn."""
+        master = await self.rendezvous(trainers[0])
+        ranks = enumerate(trainers)
+        await self.in_time({w.name: w.build(wiring.build_trainer, spec, r, master, relays[r], gives) for r, w in ranks})
+
+    async def in_time(self, starting: Mapping[str, Awaitable[Any]]) -> None:
+        """First failure wins; a deadline names who is missing."""
+        tasks = {asyncio.ensure_future(c): name for name, c in starting.items()}
+        if not tasks:
+            return
+        limit = self.config.workflow.start_timeout_s
+        try:
+            done, waiting = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if waiting:
+                missing = ", ".join(sorted(tasks[t] for t in waiting))
+                raise DeadlineExceeded(f"not started after {limit:g} s (workflow.start_timeout_s): {missing}")
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def within(self, work: Awaitable[T], whom: str) -> T:
+        """Work outside the loops, which the watchdog does not see; the deadline is that of the start."""
+        limit = self.config.workflow.start_timeout_s
+        try:
+            return await asyncio.wait_for(work, limit)
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded(f"waited {limit:g} s (workflow.start_timeout_s) for {whom}") from None
+
+    async def close(self) -> None:
+        """Ask every worker to close; `kill` ends those that do not."""
+        closing = [asyncio.ensure_future(w.close()) for w in reversed(self.workers)]
+        if not closing:
+            return
+        _, late = await asyncio.wait(closing, timeout=CLOSE_S)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*closing, return_exceptions=True)
+
+    def kill(self) -> None:
+        """End the processes of all workers now."""
+        self.folder.dock.unlink(missing_ok=True)
+        for worker in self.workers:
+            worker.kill()
