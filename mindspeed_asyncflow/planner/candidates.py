@@ -54,8 +54,9 @@ class Candidates:
 
     @property
     def reference_devices(self) -> int:
-        """The reference is one frozen copy on a device of its own."""
-        return 1 if self.config.algorithm.kl_coef > 0 else 0
+        """Frozen copies have devices of their own."""
+        s = self.config.simulation
+        return s.references * s.reference_devices if self.config.algorithm.kl_coef > 0 else 0
 
     @property
     def shared(self) -> bool:
@@ -165,6 +166,8 @@ class Candidates:
                 self.rejected["divisibility"] += 1
                 continue
             room = self._replicas(begin, end, tensor)
+            if self.config.workflow.lend:
+                room += trainer_devices // tensor
             useful = self.workload.groups_per_step * (self.config.workflow.max_lag + 1)
             if room < 1 or (self.config.workflow.update == "rolling" and room < 2):
                 self.rejected["devices"] += 1

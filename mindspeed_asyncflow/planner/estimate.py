@@ -47,15 +47,39 @@ def active_replicas(config: Config, workload: Workload) -> int:
     return min(config.rollout.replicas, workload.groups_per_step * (config.workflow.max_lag + 1))
 
 
+def groups_per_call(config: Config, workload: Workload) -> int:
+    """Most groups that a replica answers in one call (`workflow/answering.py`)."""
+    share = math.ceil(workload.groups_per_step / config.rollout.replicas)
+    if config.workflow.max_lag == 0:
+        return share
+    return min(share, max(1, config.rollout.max_running // workload.group_size))
+
+
+def waits_for_longest(config: Config) -> bool:
+    """A replica takes nothing new before the longest answer of its call is complete."""
+    w = config.workflow
+    return w.lanes == 1 and w.repack_below == 0 and w.partial_rounds is None
+
+
+def calls_s(config: Config, costs: Costs, workload: Workload) -> float:
+    """Expected time of the calls that a replica answers per step, each one until its longest answer ends."""
+    groups = groups_per_call(config, workload)
+    call = generation_s(costs, workload, groups * workload.group_size, config.rollout.max_running)
+    return call * workload.groups_per_step / (groups * active_replicas(config, workload))
+
+
 def decode_work_s(config: Config, costs: Costs, workload: Workload) -> float:
-    """Least time of a replica for its share of a step: every step of decoding is as full as `rollout.max_running`
-    allows, nothing waits for a longest answer."""
+    """Least time of a replica for its share of a step. Where it waits for the longest answer of a call, full calls
+    waste least; else every step of decoding is as full as `rollout.max_running` allows."""
     share = workload.samples / active_replicas(config, workload)
     running = float(config.rollout.max_running)
     tokens = share * workload.answer.mean
     # Sum over answers of the context at each of their tokens: prompt x length + length (length - 1) / 2.
     context = share * (workload.prompt.mean * workload.answer.mean + 0.5 * workload.answer.mean_square)
-    return float(costs.decode_s(running, 0.0) * tokens / running + costs.decode_context_s * context)
+    full = float(costs.decode_s(running, 0.0) * tokens / running + costs.decode_context_s * context)
+    if waits_for_longest(config) and groups_per_call(config, workload) * workload.group_size <= running:
+        return max(full, calls_s(config, costs, workload))
+    return full
 
 
 def longest_alone_s(costs: Costs, workload: Workload, quantile: float = 0.5) -> float:
@@ -129,9 +153,8 @@ def estimate(config: Config, costs: Costs, workload: Workload) -> Estimate:
     chunk = config.trainer.stream_groups or max(1, w.groups_per_step // 4)
     chunks = math.ceil(w.groups_per_step / chunk) if w.overlap else 1
     train = train_work_s(config, costs, workload, chunks) + costs.optimizer_s
-    active = active_replicas(config, workload)
-    share = math.ceil(w.groups_per_step / min(r.replicas, w.groups_per_step)) * workload.group_size
-    generate = generation_s(costs, workload, share, r.max_running)
+    samples = groups_per_call(config, workload) * workload.group_size
+    generate = generation_s(costs, workload, samples, r.max_running)
     score = costs.score_s(workload.samples / chunks)
     fresh = costs.publish_s + costs.fetch_s + costs.load_s
     if w.schedule == "colocated":
@@ -143,8 +166,7 @@ def estimate(config: Config, costs: Costs, workload: Workload) -> Estimate:
         last = (train - costs.optimizer_s) / chunks
         step = max(generate + last, train - costs.optimizer_s) + score + costs.optimizer_s + fresh
         return Estimate(step, train, generate, "generation, then the last chunk of training and new weights")
-    # A replica takes the next share as soon as it has answered one; with more replicas than groups, not in every step.
-    per_step = generate * workload.samples / (share * active)
+    per_step = calls_s(config, costs, workload)
     chain = (generate + score + train / chunks + costs.optimizer_s + fresh) / (w.max_lag + 1)
     limits = {
         "training": train,

@@ -1,7 +1,7 @@
 """The best use of the devices: bounds leave out what cannot win, the simulator decides among the rest. Pure.
 
 A candidate joins one way of the trainer with one of rollout. Its bound (`estimate.step_bound_s`) is a step time that it
-cannot beat, so one whose bound is above the best simulated step is left out without losing the optimum; `MARGIN` allows
+cannot beat, so one whose bound is above the best simulated step is left out without losing the optimum; a margin allows
 for the lengths that a simulated run draws. Candidates are simulated in the order of their expected step until every
 other one is left out, or `most` of them are done; what then was not simulated is counted by that name.
 """
@@ -68,17 +68,26 @@ class Ranked:
         return self.outcome.step_s if self.outcome is not None else self.expected.step_s
 
     @property
-    def key(self) -> tuple:
-        """Candidates that differ only in micro-batches, recomputation or stages count as one."""
+    def devices(self) -> int:
+        """Devices of trainer and rollout together; those of shared ones count once."""
+        t, r, w = self.config.trainer, self.config.rollout, self.config.workflow
+        rollout = r.replicas * r.tensor_parallel
+        if w.schedule == "colocated":
+            return max(t.world_size, rollout)
+        lent = t.world_size // r.tensor_parallel * r.tensor_parallel if w.lend else 0
+        return t.world_size + max(0, rollout - lent)
+
+    @property
+    def split(self) -> tuple[int, int, int]:
+        """Trainer devices, replicas and their size: of candidates with the same ones the best is shown."""
         t, r = self.config.trainer, self.config.rollout
-        sizes = (t.tensor_parallel, t.pipeline_parallel, t.context_parallel, t.data_parallel, t.expert_parallel)
-        return (*sizes, r.tensor_parallel, r.replicas)
+        return t.world_size, r.replicas, r.tensor_parallel
 
 
 @dataclass
 class Plan:
     best: Ranked
-    others: list[Ranked]  # simulated, best of each shape, slower than the best
+    others: list[Ranked]  # simulated, best of each split, slower than the best
     rejected: Counter[str]  # by reason
     simulated: int
     seconds: float
@@ -102,10 +111,16 @@ def search(
     workload = Workload.of(config)
     found = Candidates(config, work, workload, devices)
     pairs = _pairs(found, costs_of, workload, say)
-    race = _Race(simulate, most, say)
+    race = _Race(simulate, most, margin(config, workload), say)
     _race(pairs, costs_of, workload, race)
     first, *others = _best_of_each(race.done)
     return Plan(first, others, found.rejected + race.left_out, len(race.done), time.perf_counter() - began)
+
+
+def margin(config: Config, workload: Workload) -> float:
+    """Bounds hold for expected lengths; a simulated run draws some, so its mean lies within two standard errors."""
+    spread = math.sqrt(max(0.0, workload.answer.mean_square - workload.answer.mean**2)) / workload.answer.mean
+    return min(0.5, MARGIN + 2 * spread / math.sqrt(workload.samples * config.simulation.steps))
 
 
 @dataclass(frozen=True)
@@ -169,6 +184,7 @@ class _Race:
 
     simulate: Simulate
     most: int | None
+    margin: float
     say: Callable[[str], None]
     done: list[Ranked] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
@@ -178,7 +194,7 @@ class _Race:
         return min((r.step_s for r in self.done), default=math.inf)
 
     def beaten(self, bound_s: float) -> bool:
-        return bound_s * (1 - MARGIN) >= self.best_s
+        return bound_s * (1 - self.margin) >= self.best_s
 
     @property
     def full(self) -> bool:
@@ -194,6 +210,8 @@ def _race(pairs: list[_Pair], costs_of: CostsOf, workload: Workload, race: _Race
     """Simulate until every candidate is done, beaten by its bound, or the number of runs is used up."""
     likely = [(_rank(pair, costs_of, workload), pair) for pair in pairs[:ESTIMATED]]
     likely.sort(key=lambda item: (item[0].expected.step_s, item[1].bound_s))
+    if race.most is not None:
+        likely = _spread(likely)
     for candidate, pair in likely:
         if race.beaten(pair.bound_s):
             race.left_out[f"slower bound ({pair.limit})"] += 1
@@ -210,9 +228,20 @@ def _race(pairs: list[_Pair], costs_of: CostsOf, workload: Workload, race: _Race
             race.run(_rank(pair, costs_of, workload))
 
 
+def _spread(likely: list[tuple[Ranked, _Pair]]) -> list[tuple[Ranked, _Pair]]:
+    """Few runs shall see many splits: the k-th candidate with the same rollout counts as 2 k percent slower."""
+    seen: Counter[tuple[int, int]] = Counter()
+    order = []
+    for candidate, pair in likely:
+        r = candidate.config.rollout
+        order.append((candidate.expected.step_s * (1 + 0.01 * seen[r.tensor_parallel, r.replicas]), candidate, pair))
+        seen[r.tensor_parallel, r.replicas] += 2
+    return [(candidate, pair) for _, candidate, pair in sorted(order, key=lambda item: item[0])]
+
+
 def _best_of_each(done: list[Ranked]) -> list[Ranked]:
-    """By rising step; of candidates with the same key only the best."""
-    best: dict[tuple, Ranked] = {}
-    for candidate in sorted(done, key=lambda r: r.step_s):
-        best.setdefault(candidate.key, candidate)
+    """By rising step; of candidates with the same split only the best."""
+    best: dict[tuple[int, int, int], Ranked] = {}
+    for candidate in sorted(done, key=lambda r: (r.step_s, r.expected.train_s)):
+        best.setdefault(candidate.split, candidate)
     return list(best.values())
