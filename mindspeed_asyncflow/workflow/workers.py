@@ -254,14 +254,16 @@ class RolloutWorker:
     def rest(self) -> None:
         """The engine leaves its device, and its weights are gone: the next load brings it back to serve."""
         self.stop()
-        if self.engine.state == "RUNNING":
-            self.engine.pause("abort")
-        self.engine.sleep(2)
+        with self.tracer.span("device/rest", lane=self.name):
+            if self.engine.state == "RUNNING":
+                self.engine.pause("abort")
+            self.engine.sleep(2)
         self._rested = True
 
     def rouse(self) -> None:
         """The engine has its device again, and waits for a load."""
-        self.engine.wake()
+        with self.tracer.span("device/rouse", lane=self.name):
+            self.engine.wake()
 
     def use_mirror(self, route: MirrorRoute) -> None:
         """This replica fetches versions for all replicas of its node."""
