@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,15 @@ FOREVER = math.inf
 UNSET = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What will become of rows, all [n]."""
+
+    tokens: np.ndarray  # int64, of the whole answer
+    reward: np.ndarray  # float64
+    flat: np.ndarray  # bool: all rewards of the group are equal
+
+
 class Rows(Parallel):
     """What the simulation knows of each row, by the controller's row slot. Versions: UNSET before the first token."""
 
@@ -38,17 +48,20 @@ class Rows(Parallel):
     oldest: np.ndarray  # int64 version of the oldest token
     newest: np.ndarray  # int64
     rounds: np.ndarray  # int64 generation batches that it was in
-    reward: np.ndarray  # float64
+    reward: np.ndarray  # float64, what a scorer will find
+    flat: np.ndarray  # bool: all rewards of its group are equal
 
     def __init__(self) -> None:
         super().__init__(
             prompt=("int64", 0), target=("int64", 0), done=("int64", 0), oldest=("int64", UNSET),
             newest=("int64", UNSET), rounds=("int64", 0), reward=("float64", 0),
+            flat=("bool", 0),
         )  # fmt: skip
         self.spans: dict[int, list[tuple[int, int]]] = {}  # (end, version) of tokens before an update, by slot
 
-    def fresh(self, slots: np.ndarray, prompt: np.ndarray, target: np.ndarray) -> None:
-        self.prompt[slots], self.target[slots] = prompt, target
+    def fresh(self, slots: np.ndarray, prompt: np.ndarray, truth: Truth) -> None:
+        self.prompt[slots], self.target[slots] = prompt, truth.tokens
+        self.reward[slots], self.flat[slots] = truth.reward, truth.flat
         self.done[slots] = self.rounds[slots] = 0
         self.oldest[slots] = self.newest[slots] = UNSET
         for slot in slots.tolist() if self.spans else ():
@@ -76,15 +89,22 @@ class Rows(Parallel):
 
 
 class SimDock:
-    """`target(group_ids, members)` gives the answer length of each row, int64 [n]. `claim_s`: one round trip."""
+    """`truth(group_ids, members)` is asked once for every row. `claim_s`: one round trip."""
 
-    def __init__(self, target: Any, *, with_reference: bool, claim_s: float = 0.0, patience_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        truth: Callable[[np.ndarray, np.ndarray], Truth],
+        *,
+        with_reference: bool,
+        claim_s: float = 0.0,
+        patience_s: float = 2.0,
+    ) -> None:
         self.patience_s, self.claim_s = patience_s, claim_s
         self.schema = Schema(GRPO_COLUMNS, grpo_tasks(with_reference))
         self.control = Controller(self.schema, lease_s=FOREVER)
         self.part: Partition = self.control.open(PARTITION)
         self.rows = Rows()
-        self._target = target
+        self._truth = truth
         self._parked: dict[int, asyncio.Future[Grant]] = {}
         self._keys = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
@@ -109,7 +129,7 @@ class SimDock:
         with self.control.unwoken(self._now()):
             slots, _ = self.control.put(self.part, ids, sizes, counts, members, self._put_mask, prompt, self._now())
             self.rows.ensure(self.part.rows.capacity)
-            self.rows.fresh(slots, prompt, self._target(np.repeat(ids, counts), members))
+            self.rows.fresh(slots, prompt, self._truth(np.repeat(ids, counts), members))
         self._settle()
 
     async def claim(
@@ -215,9 +235,8 @@ class SimDock:
         self.control.commit(self.part, slots, self._answer_mask, r.done[slots], (r.oldest[slots], r.newest[slots]), now)
         self._settle()
 
-    def scored(self, claim_id: int, slots: np.ndarray, rewards: np.ndarray) -> None:
+    def scored(self, claim_id: int, slots: np.ndarray) -> None:
         self.control.held(claim_id, self.part, slots, self._now())
-        self.rows.reward[slots] = rewards
         self.control.commit(self.part, slots, self._score_mask, None, None, self._now())
         self._settle()
 

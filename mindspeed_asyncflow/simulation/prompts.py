@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mindspeed_asyncflow.planner.workload import Lengths, Workload
+from mindspeed_asyncflow.simulation.dock import Truth
 from mindspeed_asyncflow.workflow.book import Issue
 
 _MEMBERS = 1 << 20
@@ -33,20 +34,14 @@ class Prompts:
 
         return more
 
-    def answers(self, group_ids: np.ndarray, members: np.ndarray) -> np.ndarray:
-        """int64 [n] tokens"""
-        return _of(self.workload.answer, self.chance(group_ids, members, "answer"))
-
-    def flat(self, group_ids: np.ndarray) -> np.ndarray:
-        """bool [n]"""
-        return self.chance(group_ids, np.zeros(1), "flat") < self.flat_share
-
-    def rewards(self, group_ids: np.ndarray, members: np.ndarray) -> np.ndarray:
-        """0 or 1, float64 [n]: of each prompt a share of its own is right, neither none nor all unless it is flat."""
+    def truth(self, group_ids: np.ndarray, members: np.ndarray) -> Truth:
+        """0 or 1 as reward: of each prompt a share of its own is right, neither none nor all unless it is flat."""
+        flat = self.chance(group_ids, np.zeros(1), "flat") < self.flat_share
         share = self.chance(group_ids, np.zeros(1), "difficulty")
         right = self.chance(group_ids, members, "reward") < share
         right = np.where(members == 0, True, np.where(members == 1, False, right))
-        return np.where(self.flat(group_ids), share > 0.5, right).astype(np.float64)
+        reward = np.where(flat, share > 0.5, right).astype(np.float64)
+        return Truth(_of(self.workload.answer, self.chance(group_ids, members, "answer")), reward, flat)
 
     def chance(self, group_ids: np.ndarray, members: np.ndarray, what: str) -> np.ndarray:
         """Uniform in [0, 1), float64 [n]. Mixing steps of SplitMix64."""

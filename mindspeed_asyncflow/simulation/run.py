@@ -89,7 +89,7 @@ class Simulation:
         with_reference = c.algorithm.kl_coef > 0
         expected_s = estimate(config, costs, workload).step_s
         self.dock = SimDock(
-            prompts.answers,
+            prompts.truth,
             with_reference=with_reference,
             claim_s=costs.claim_s,
             patience_s=max(2.0, 0.01 * expected_s),
@@ -180,7 +180,9 @@ class Simulation:
         if fault.kind == "leave":
             await self.run.leave(index)
         else:
-            rollout.lose(WorkerLost(f"rollout{index} died at {fault.at_s:g} s (simulated)"))
+            error = WorkerLost(f"rollout{index} died at {fault.at_s:g} s (simulated)")
+            rollout.lose(error)
+            await self.run.answering.lost(index, error)
 
     def _pass_mirror_on(self, index: int) -> None:
         """The process of `index` goes: another one of its node fetches from now on."""
@@ -247,7 +249,8 @@ class Simulation:
 
     def _lost_rows(self) -> dict[str, int]:
         """Every row that was issued is trained, dropped with a reason, or still in the dock."""
-        missing = self.run.window.open - self.dock.part.rows.count
+        rows = self.dock.part.rows  # those on their way out have served, their claims have not ended
+        missing = self.run.window.open - (rows.count - rows.doomed_count)
         return {"neither trained nor dropped nor there": missing} if missing else {}
 
 

@@ -146,16 +146,17 @@ class SimScorer:
         with get_tracer().span("reward/score", lane="scorer", rows=len(batch)):
             await asyncio.sleep(took)
         self.busy_s += took
-        rewards = self.prompts.rewards(batch.group_ids, batch.members)
-        silent = self.prompts.chance(batch.group_ids, batch.members, "unscored") < self.unscored_share
+        silent = np.zeros(len(batch), bool)
+        if self.unscored_share:
+            silent = self.prompts.chance(batch.group_ids, batch.members, "unscored") < self.unscored_share
         flat: tuple[int, ...] = ()
-        level = np.zeros(len(batch), bool)
+        level = silent & False
         if self.drop_flat:
-            level = self.prompts.flat(batch.group_ids) & ~silent
+            level = self.dock.rows.flat[slots] & ~silent
             flat = tuple(np.unique(batch.group_ids[level]).tolist())
         kept = ~(silent | level)
         if kept.any():
-            self.dock.scored(claim_id, slots[kept], rewards[kept])
+            self.dock.scored(claim_id, slots[kept])
         for gone, reason in ((silent, "unscored"), (level, "zero_variance")):
             if gone.any():
                 self.dock.drop(slots[gone], reason)
