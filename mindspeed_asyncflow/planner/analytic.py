@@ -23,7 +23,7 @@ from mindspeed_asyncflow.planner.work import Work
 
 WIDTH = {"float32": 4, "bfloat16": 2}
 LATENCY_S = 20e-6  # of one small collective inside a node
-SCORE_ROW_S = 0.002  # a rule-based reward in one scorer process
+SCORE_ROW_S = 0.0002  # a rule-based reward in one scorer process
 CLAIM_S = 0.001
 
 

@@ -134,7 +134,7 @@ class Candidates:
     ) -> Iterator[Side]:
         longest = self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
         share = self.workload.step_tokens / data  # a micro-batch larger than all that a replica gets is useless
-        for factor in (1, 2, 4, 8):
+        for factor in (1 << n for n in range(12)):
             if factor > 1 and longest * factor / 2 >= share:
                 return
             config = changed(

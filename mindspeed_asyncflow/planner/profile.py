@@ -1,8 +1,8 @@
 """A profile file: what `asyncflow profile` measured, the costs fitted to it, where they hold. Pure but for the file.
 
 The costs belong to the profiled sizes and are carried to others as the analytic costs change (`analytic.calibrated`).
-Two sets are kept: each block with nothing beside it (`alone`), and with the other side busy (`beside`): on a machine
-whose sides share cores or memory bandwidth they differ, and a schedule that overlaps them pays for that.
+They are those of each block with nothing beside it (`alone`); `slower` says what it costs that the other side is busy:
+on a machine whose sides share cores or memory bandwidth, a schedule that overlaps them pays for that.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.planner.analytic import analytic_costs, calibrated
 from mindspeed_asyncflow.planner.costs import Costs
+from mindspeed_asyncflow.planner.estimate import estimate
 from mindspeed_asyncflow.planner.fit import Point
 from mindspeed_asyncflow.planner.work import Work
+from mindspeed_asyncflow.planner.workload import Workload
 
 FORMAT = 1
+ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,15 @@ class Profile:
             raise ConfigError(f"{path}: incomplete profile ({error}); measure it again") from None
 
     def costs(self, config: Config, work: Work) -> Costs:
-        """The measured costs carried to `config`, slower where its schedule keeps both sides busy at a time."""
+        """The measured costs carried to `config`, slower as far as its schedule keeps the other side busy."""
         there = analytic_costs(Config.model_validate(self.config), work)
-        carried = calibrated(analytic_costs(config, work), self.alone, there)
-        overlaps = config.workflow.overlap and config.workflow.schedule == "separated"
-        return carried.scaled(**self.slower) if overlaps else carried
+        alone = calibrated(analytic_costs(config, work), self.alone, there)
+        if not config.workflow.overlap or config.workflow.schedule == "colocated":
+            return alone
+        costs, workload = alone, Workload.of(config)
+        for _ in range(ROUNDS):  # how busy a side is depends on how slow the other one makes it
+            idle = estimate(config, costs, workload).idle
+            rollout = 1 + (self.slower["rollout"] - 1) * (1 - idle["trainer"])
+            train = 1 + (self.slower["train"] - 1) * (1 - idle["rollout"])
+            costs = alone.scaled(rollout, train)
+        return costs

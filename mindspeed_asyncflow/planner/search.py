@@ -31,6 +31,7 @@ from mindspeed_asyncflow.planner.work import Work
 from mindspeed_asyncflow.planner.workload import Workload
 
 MARGIN = 0.05
+NOISE = 0.003  # relative; steps that differ by less are equal
 ESTIMATED = 400  # candidates with the lowest bounds that get an expectation
 
 
@@ -240,8 +241,15 @@ def _spread(likely: list[tuple[Ranked, _Pair]]) -> list[tuple[Ranked, _Pair]]:
 
 
 def _best_of_each(done: list[Ranked]) -> list[Ranked]:
-    """By rising step; of candidates with the same split only the best."""
-    best: dict[tuple[int, int, int], Ranked] = {}
-    for candidate in sorted(done, key=lambda r: (r.step_s, r.expected.train_s)):
-        best.setdefault(candidate.split, candidate)
-    return list(best.values())
+    """The best, then the best of every other split, by rising step, then what else was simulated. Of candidates that
+    are as fast as the best but for noise, the one with the least work is taken."""
+    fastest = min(r.step_s for r in done)
+    first = min((r for r in done if r.step_s <= fastest * (1 + NOISE)), key=lambda r: (r.devices, r.expected.train_s))
+    seen = {first.split}
+    others: list[Ranked] = []
+    same: list[Ranked] = []
+    for candidate in sorted(done, key=lambda r: r.step_s):
+        if candidate is not first:
+            (same if candidate.split in seen else others).append(candidate)
+            seen.add(candidate.split)
+    return [first, *others, *same]
