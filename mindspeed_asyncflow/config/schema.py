@@ -248,6 +248,11 @@ class Config(Section):
         return math.ceil(self.workflow.groups_per_step * self.workflow.oversample)
 
     @property
+    def most_groups_open(self) -> int:
+        """Prompt groups between issue and training, at most: the admission bound of the staleness law, (max_lag + 1) x
+        groups_per_step, and the surplus of one step beside it."""
+        return self.workflow.max_lag * self.workflow.groups_per_step + self.groups_issued_per_step
+
+    @property
     def most_samples_open(self) -> int:
-        """Samples between issue and training, at most: the admission bound of the staleness law."""
-        return (self.workflow.max_lag + 1) * self.groups_issued_per_step * self.algorithm.group_size
+        return self.most_groups_open * self.algorithm.group_size

@@ -123,9 +123,10 @@ class Answering:
     async def wave_loop(self, index: int) -> None:
         """max_lag 0: this replica's share of every put."""
         wave = 0
-        while await self.job.book.wait_for_wave(wave):
+        while True:
+            groups = await self.job.book.wait_for_wave(wave)
             members = sorted(self.job.crew.rollouts)
-            mine = self.job.book.waves[wave][members.index(index) :: len(members)]
+            mine = groups[members.index(index) :: len(members)]
             wave += 1
             if mine:
                 claim = await self.job.claim(

@@ -32,6 +32,7 @@ class OpenGroup:
     batch: int
     issue: Issue
     sampled: int | None = None  # oldest version that may have sampled a token of it; None: not begun
+    scored: bool = False
 
 
 class StepBook:
@@ -47,7 +48,7 @@ class StepBook:
         self._open: Counter[int] = Counter()  # put groups by batch
         self._batches = 0
         self._ended = False
-        self._changed = asyncio.Condition()
+        self._news = asyncio.Event()  # set, and replaced, at every change
 
     def make_groups(self, batch: int, issues: Sequence[Issue]) -> list[list[PromptRow]]:
         """Rows of new groups of `batch`, with the next group ids."""
@@ -65,34 +66,36 @@ class StepBook:
             group_id, member, self.group_size, issue.prompt_ids, issue.truth, issue.epoch, issue.prompt_index
         )
 
-    async def add(self, batch: int, groups: Sequence[Sequence[PromptRow]]) -> None:
+    def add(self, batch: int, groups: Sequence[Sequence[PromptRow]]) -> None:
         """The dock holds these groups of `batch` now."""
-        async with self._changed:
-            ids = [group[0].group_id for group in groups]
-            self._put.update(ids)
-            self._open[batch] += len(ids)
-            self.epoch = max(self.epoch, *(group[0].epoch for group in groups)) if groups else self.epoch
-            self.waves.append(ids)
-            self._batches = max(self._batches, batch + 1)
-            self._changed.notify_all()
+        ids = [group[0].group_id for group in groups]
+        self._put.update(ids)
+        self._open[batch] += len(ids)
+        self.epoch = max([self.epoch, *(group[0].epoch for group in groups)])
+        self.waves.append(ids)
+        self._batches = max(self._batches, batch + 1)
+        self._tell()
 
-    async def end(self) -> None:
+    def end(self) -> None:
         """No further batch will come."""
-        async with self._changed:
-            self._ended = True
-            self._changed.notify_all()
+        self._ended = True
+        self._tell()
+
+    async def change(self) -> None:
+        """Wait until something about the groups changes."""
+        await self._news.wait()
 
     async def wait_for_batch(self, batch: int) -> bool:
         """True once `batch` is issued, False if the data ended before it."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: batch < self._batches or self._ended)
+        while not (batch < self._batches or self._ended):
+            await self.change()
         return batch < self._batches
 
-    async def wait_for_wave(self, wave: int) -> bool:
-        """True once put number `wave` was made. After the end of the data prompts may still come again."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: wave < len(self.waves))
-        return True
+    async def wait_for_wave(self, wave: int) -> list[int]:
+        """The groups of put number `wave`, once it was made. After the end of the data prompts may still come again."""
+        while wave >= len(self.waves):
+            await self.change()
+        return self.waves[wave]
 
     def pending(self, batch: int | None = None) -> list[int]:
         """Put groups of batches up to `batch` (None: of all) that are open, in issue order."""
@@ -124,18 +127,26 @@ class StepBook:
     def close_group(self, group_id: int) -> tuple[int, Issue]:
         """The group is trained or dropped; returns its batch and prompt."""
         opened = self._groups.pop(group_id)
+        self._tell()
         self._put.discard(group_id)
         self._open[opened.batch] -= 1
         if not self._open[opened.batch]:
             del self._open[opened.batch]
         return opened.batch, opened.issue
 
-    def is_open(self, group_id: int) -> bool:
-        return group_id in self._put
+    def scored(self, group_ids: Sequence[int]) -> None:
+        """These groups may be trained."""
+        for group in group_ids:
+            if group in self._groups:
+                self._groups[group].scored = True
+        self._tell()
 
-    @property
-    def ended(self) -> bool:
-        return self._ended
+    def is_scored(self, group_id: int) -> bool:
+        return self._groups[group_id].scored
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
     def open_batches(self) -> Iterator[tuple[int, int]]:
         """(batch, open groups) for messages."""

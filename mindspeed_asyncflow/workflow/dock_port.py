@@ -81,11 +81,21 @@ class ThreadDock:
     async def claim(self, task: str, count: int, *, timeout_s: float | None = None, unit: str = "groups", **how: Any):
         how |= {"partition": self.partition, "unit": unit, "timeout_s": SLICE_S if timeout_s is None else timeout_s}
         while True:
+            asked = asyncio.ensure_future(self._run(self.client.claim, task, count, **how))
             try:
-                return await self._run(self.client.claim, task, count, **how)
+                return await asyncio.shield(asked)
             except DeadlineExceeded:
                 if timeout_s is not None:
                     raise
+            except asyncio.CancelledError:
+                asked.add_done_callback(self._give_back)
+                raise
+
+    def _give_back(self, asked: asyncio.Future[Claim]) -> None:
+        """The loop that asked is gone: others shall have what the thread still gets."""
+        if not asked.cancelled() and asked.exception() is None and asked.result().claim_id:
+            back = asyncio.ensure_future(self.release(asked.result().claim_id))
+            back.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def read(self, rows: np.ndarray, columns: Sequence[str]) -> Mapping[str, Any]:
         return await self._run(self.client.read, rows, columns)

@@ -27,15 +27,14 @@ class Feeder:
             if issues is None:
                 break
             await self.put(batch, issues)
-        await job.book.end()
+        job.book.end()
 
     def _size(self) -> int:
         """Groups of the next batch: what earlier steps left over is not issued again."""
         step = self.job.config.groups_issued_per_step
         if step == self.job.config.workflow.groups_per_step:
             return step
-        most = (self.job.config.workflow.max_lag + 1) * step
-        return min(step, most - self.job.book.count() - self.taken)
+        return min(step, self.job.config.most_groups_open - self.job.book.count() - self.taken)
 
     def _take(self, count: int) -> list[Issue] | None:
         """The next prompts; None at the end of the data. A batch that the data makes short stays short."""
@@ -66,7 +65,7 @@ class Feeder:
         job.events.note(
             "issued", batch=batch, groups=ids, prompts=[[issue.epoch, issue.prompt_index] for issue in issues]
         )
-        await job.book.add(batch, groups)
+        job.book.add(batch, groups)
         job.progressed()
 
     def missing(self, step: int) -> int:

@@ -19,8 +19,8 @@ class Scoring:
     async def score_loop(self) -> None:
         """Whole groups only. One task at a time (`workflow.overlap` false): a whole put at once."""
         job, wave = self.job, 0
-        while not job.config.workflow.overlap and await job.book.wait_for_wave(wave):
-            groups = job.book.waves[wave]
+        while not job.config.workflow.overlap:
+            groups = await job.book.wait_for_wave(wave)
             wave += 1
             if groups:
                 await self.score(len(groups), group_ids=groups, at_least=len(groups))
@@ -38,6 +38,7 @@ class Scoring:
         for group in report.flat:
             rows = claim.rows[claim.group_ids == group].tolist()
             self._drop_flat(group, sum(row not in report.unscored for row in rows))
+        job.book.scored(np.unique(claim.group_ids).tolist())
         job.progressed()
 
     def _drop_unscored(self, claim: Claim, unscored: dict[int, str]) -> None:

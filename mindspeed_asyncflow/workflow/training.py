@@ -53,9 +53,9 @@ class Training:
         self.shared = w.lend or w.schedule == "colocated"
         # Shared devices change hands once per step, when the whole batch is ready; and without lag the chunks must not
         # depend on the moment at which a group was dropped.
-        drops = job.config.algorithm.dynamic_sampling or w.oversample > 1
+        self.drops = job.config.algorithm.dynamic_sampling or w.oversample > 1
         self.stream = job.config.trainer.stream_groups or max(1, w.groups_per_step // 4)
-        self.whole = not w.overlap or self.shared or (w.max_lag == 0 and drops)
+        self.whole = not w.overlap or self.shared or (w.max_lag == 0 and self.drops)
 
     async def train_loop(self) -> None:
         """Accumulate a batch in chunks as groups become ready, then one optimizer step."""
@@ -73,8 +73,6 @@ class Training:
                 while (claim := await self.next_chunk(step)) is not None:
                     await self._train(step, claim, sums)
                 await self._finish(step, sums)
-            if job.config.workflow.max_lag == 0:
-                await self._drop_surplus(step)
             await job.recorder.step_done(
                 step, self.finish, job.window, job.book, job.sync, await job.dock.stats(), job.turns
             )
@@ -85,6 +83,8 @@ class Training:
         claims = []
         while (claim := await self.next_chunk(step)) is not None:
             claims.append(claim)
+        if self.job.config.workflow.max_lag == 0:
+            await self._drop_surplus(step)
         return claims
 
     async def _finish(self, step: int, sums: _Sums) -> None:
@@ -121,6 +121,9 @@ class Training:
                 if await self.feeder.refill(step):
                     continue
                 return None
+            if self.drops and not self._may_come(ask):
+                await job.book.change()
+                continue
             claim = await job.claim_now(
                 "train",
                 worker="trainer",
@@ -150,7 +153,7 @@ class Training:
             return None
         chunk = min(self._chunk(), room, len(pending))
         # In order without lag, so that a seed fixes the sums; else what is complete first.
-        wanted = pending[:chunk] if w.max_lag == 0 else pending
+        wanted = pending[:chunk] if w.max_lag == 0 and w.oversample == 1 else pending
         return {"count": min(room, len(wanted)), "at_least": chunk, "group_ids": wanted}
 
     def _wanted_of_any(self, step: int, room: int) -> dict[str, Any] | None:
@@ -165,6 +168,12 @@ class Training:
             return {"count": count, "at_least": min(self._chunk(), count), "policy": "by_version"}
         due = due[:room]
         return {"count": len(due), "at_least": min(self._chunk(), len(due)), "group_ids": due}
+
+    def _may_come(self, ask: dict[str, Any]) -> bool:
+        """Whether enough of the groups are scored. What waits in the dock does not hear that a group is dropped."""
+        book = self.job.book
+        groups = ask.get("group_ids") or book.pending()
+        return sum(map(book.is_scored, groups)) >= ask["at_least"]
 
     def _chunk(self) -> int:
         """Groups that are claimed at once."""

@@ -55,4 +55,4 @@ def test_schedules_that_work_have_no_error(sections):
 
 def test_what_may_be_open_is_the_admission_bound_with_the_surplus_of_oversampling():
     config = Config.model_validate({"workflow": {"max_lag": 2, "groups_per_step": 10, "oversample": 1.25}})
-    assert config.most_samples_open == 3 * 13 * config.algorithm.group_size
+    assert config.most_samples_open == (2 * 10 + 13) * config.algorithm.group_size

@@ -19,6 +19,7 @@ from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, grpo_tasks
 from mindspeed_asyncflow.dock.server import DockServer
+from mindspeed_asyncflow.errors import WorkerLost
 from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.trace import Tracer
@@ -173,10 +174,19 @@ class FakePool:
 
 
 class Local:
-    """A worker of this process whose methods can be awaited, one at a time except those that run `aside`."""
+    """A worker of this process whose methods can be awaited, one at a time except those that run `aside`.
+
+    After `kill` it answers nobody any more, as a process that has died.
+    """
 
     def __init__(self, worker, aside=()) -> None:
         self.worker, self._aside, self._lock = worker, aside, threading.Lock()
+        self._dead = asyncio.Event()
+
+    def kill(self) -> None:
+        self._dead.set()
+        if hasattr(self.worker, "engine"):
+            self.worker.engine.close()
 
     def __getattr__(self, method):
         lock = contextlib.nullcontext() if method in self._aside else self._lock
@@ -186,7 +196,14 @@ class Local:
                 return getattr(self.worker, method)(*args)
 
         async def call(*args):
-            return await asyncio.to_thread(locked, *args)
+            dead = asyncio.ensure_future(self._dead.wait())
+            work = asyncio.ensure_future(asyncio.to_thread(locked, *args))
+            await asyncio.wait([dead, work], return_when=asyncio.FIRST_COMPLETED)
+            if self._dead.is_set():
+                work.add_done_callback(lambda done: done.cancelled() or done.exception())
+                raise WorkerLost("the process died")
+            dead.cancel()
+            return work.result()
 
         return call
 
@@ -216,9 +233,21 @@ def prompts_of(count: int, batch: int, epochs: int = 1000, drop_last: bool = Tru
 
 
 def run_loops(
-    config: Config, tmp_path, batches, *, rollouts=None, train=None, pool=None, before=None, publish_s=0.0, link=None
+    config: Config,
+    tmp_path,
+    batches,
+    *,
+    rollouts=None,
+    train=None,
+    pool=None,
+    before=None,
+    publish_s=0.0,
+    link=None,
+    late=(),
 ) -> Outcome:
     """Run the real loops over fake engines to their end (or error).
+
+    `late`: indices of replicas that `before(run)` is to join: `run.join(i, run.late[i])`.
 
     `link`: bytes per second between the trainer's node and the one of all replicas; None: they are on one node.
     """
@@ -248,12 +277,23 @@ def run_loops(
         lambda ids: " ".join(str(int(i)) for i in ids),
     )
     sampling = SamplingSpec(config.rollout.max_new_tokens)
+    aside = ("generate", "load", "score") if config.workflow.update == "in_flight" else ()
+    aside = (*aside, "generate") if config.workflow.repack_below else aside
     remote_rollouts = [
         Local(
             RolloutWorker(
-                engine, client(), sampling, name=f"rollout{i}", seed=0, commit_groups=1, timeout_s=5.0, tracer=QUIET
+                engine,
+                client(),
+                sampling,
+                name=f"rollout{i}",
+                seed=0,
+                commit_groups=1,
+                timeout_s=5.0,
+                tracer=QUIET,
+                partial_rounds=config.workflow.partial_rounds,
+                group_size=config.algorithm.group_size,
             ),
-            aside=("fetch", "load", "score") if config.workflow.update == "in_flight" else ("fetch",),
+            aside=(*aside, "fetch", "stop", "running"),
         )
         for i, engine in enumerate(rollouts)
     ]
@@ -292,7 +332,7 @@ def run_loops(
         )
         mirrors = [Mirror("b", tuple(range(len(rollouts))), first.fetch)]
     sync = WeightSync(
-        remote_rollouts,
+        [None if i in late else worker for i, worker in enumerate(remote_rollouts)],
         "float32",
         path,
         relay.table.text,
@@ -314,8 +354,10 @@ def run_loops(
         await trainer.start(0, sync.probe)
         sync.publish([await trainer.published(0)], expected_of([trainer]))
         await sync.bring_all_up()
-        crew = Crew(dict(enumerate(remote_rollouts)), scorer, [], [trainer], [0])
+        there = {i: worker for i, worker in enumerate(remote_rollouts) if i not in late}
+        crew = Crew(there, scorer, [], [trainer], [0], starting=set(late))
         run = Run(config, ThreadDock(client(), "train", len(rollouts)), batches, crew, sync, recorder, nothing, save)
+        run.late = {i: remote_rollouts[i] for i in late}
         if before is not None:
             before(run)
         await run.train()

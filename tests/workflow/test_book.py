@@ -13,9 +13,9 @@ def test_a_dropped_group_leaves_its_batch_and_its_prompt_can_come_back_as_a_new_
     async def scenario():
         book = StepBook(group_size=2)
         groups = book.make_groups(0, [issue(0), issue(1)])
-        await book.add(0, groups)
+        book.add(0, groups)
         batch, prompt = book.close_group(0)
-        await book.add(batch, book.make_groups(batch, [prompt]))
+        book.add(batch, book.make_groups(batch, [prompt]))
         return book, prompt
 
     book, prompt = asyncio.run(scenario())
@@ -35,11 +35,11 @@ def test_waiting_for_a_batch_ends_when_the_data_ends():
 
     async def scenario():
         book = StepBook(group_size=1)
-        await book.add(0, book.make_groups(0, [issue(0)]))
+        book.add(0, book.make_groups(0, [issue(0)]))
         waiting = asyncio.create_task(book.wait_for_batch(1))
         await asyncio.sleep(0)
         assert not waiting.done()
-        await book.end()
+        book.end()
         return await asyncio.wait_for(waiting, 1), await book.wait_for_batch(0)
 
     assert asyncio.run(scenario()) == (False, True)
