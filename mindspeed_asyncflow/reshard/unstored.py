@@ -56,4 +56,5 @@ def verify(manifest: WeightManifest, weights: Mapping[str, torch.Tensor], whose:
 
 
 def _sum(box: torch.Tensor, dtype: str) -> int:
-    return checksum(bytes_of(box.detach().to("cpu", getattr(torch, dtype)).contiguous()))
+    stored = box.detach().to("cpu", getattr(torch, dtype)).contiguous()  # may be a copy, which must live on
+    return checksum(bytes_of(stored))
