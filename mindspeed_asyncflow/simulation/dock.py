@@ -83,8 +83,8 @@ class Rows(Parallel):
         """int64 [n]: tokens of each row that no version before `oldest_allowed` has sampled."""
         tokens = self.done[slots].copy()
         for i in np.flatnonzero(self.oldest[slots] < oldest_allowed).tolist():
-            before = self.spans.get(int(slots[i]), ())
-            tokens[i] -= max((end for end, version in before if version < oldest_allowed), default=tokens[i])
+            before = [end for end, version in self.spans.get(int(slots[i]), ()) if version < oldest_allowed]
+            tokens[i] -= max(before) if before and self.newest[slots[i]] >= oldest_allowed else tokens[i]
         return tokens
 
 

@@ -13,7 +13,8 @@ LABEL = "simulated, not run on NPUs"
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """Times in virtual seconds. Rates, shares and step times leave out the first `simulation.skip_steps` steps."""
+    """Times in virtual seconds. Rates, shares and the mean step leave out the first `simulation.skip_steps` steps, and
+    shares also the last `workflow.max_lag` ones."""
 
     label: str
     devices: int
@@ -81,6 +82,10 @@ class Marks:
         """First and last mark of what is measured, and how many steps it leaves out: never all."""
         skip = min(skip, max(0, len(self.steps) - 1))
         return (self.steps[skip - 1] if skip else self.begun), self.steps[-1], skip
+
+    def before_the_end(self, skip: int, max_lag: int) -> Mark:
+        """Last mark for shares of time: in the last `max_lag` steps nothing more is issued and replicas run dry."""
+        return self.steps[max(min(skip, len(self.steps) - 1), len(self.steps) - 1 - max_lag)]
 
     def step_times(self) -> list[float]:
         ends = [self.begun.at_s, *(mark.at_s for mark in self.steps)]

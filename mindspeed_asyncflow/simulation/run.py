@@ -215,7 +215,9 @@ class Simulation:
         first, last, skipped = marks.window(config.simulation.skip_steps)
         wall = max(last.at_s - first.at_s, 1e-12)
         rate = (last.tokens - first.tokens) / wall
-        exposed = [(last.exposed_s[n] - first.exposed_s[n]) / wall for n in last.exposed_s if n in first.exposed_s]
+        dry = marks.before_the_end(skipped, config.workflow.max_lag)
+        span = max(dry.at_s - first.at_s, 1e-12)
+        exposed = [(dry.exposed_s[n] - first.exposed_s[n]) / span for n in dry.exposed_s if n in first.exposed_s]
         times = marks.step_times()
         block, gap = blocks(self.trainer.spans, [m.at_s for m in marks.steps])
         measured = len(times) - skipped
@@ -229,7 +231,7 @@ class Simulation:
             samples_per_s=(last.rows - first.rows) / wall,
             step_s=wall / measured,
             step_times_s=times,
-            idle=idle_of(first, last),
+            idle=idle_of(first, dry),
             lag_histogram=dict(sorted(self.law.lags.items())),
             oldest_by_step=marks.oldest,
             load_s=next((r.load_s for r in self.rollouts.values()), 0.0),

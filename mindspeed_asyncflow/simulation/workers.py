@@ -65,6 +65,9 @@ class SimRollout:
             if whole.any():
                 self.dock.answered(claim_id, mine[whole])
             if not whole.all():
+                some = ~whole & (last >= 0)
+                for version in np.unique(last[some]).tolist():
+                    rows.note_span(mine[some & (last == version)], rows.done[mine[some & (last == version)]], version)
                 back = batch.rows[places[~whole]]
                 unfinished.extend(back.tolist())
                 self.dock.give_back(claim_id, back)

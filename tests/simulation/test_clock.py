@@ -66,9 +66,10 @@ def test_a_deadlock_names_who_waits_and_where():
         await cup.wait()
 
     async def main():
-        asyncio.create_task(thirsty(asyncio.Event()), name="guest")
+        guest = asyncio.create_task(thirsty(asyncio.Event()), name="guest")
         await asyncio.sleep(5)
         await asyncio.Queue().get()
+        guest.cancel()
 
     with pytest.raises(SimulationError, match=r"(?s)deadlock at 5 s.*guest in .*thirsty.*line"):
         clock.run(main())
@@ -92,9 +93,9 @@ def test_what_main_leaves_behind_is_cancelled():
             ended.append(now())
 
     async def main():
-        asyncio.create_task(forever())
+        left = asyncio.create_task(forever())
         await asyncio.sleep(2)
-        return "done"
+        return "" if left.done() else "done"
 
     assert clock.run(main()) == "done"
     assert ended == [2.0]
