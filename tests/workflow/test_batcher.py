@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.records import TrainSample
@@ -94,12 +96,46 @@ def test_plan_holds_every_row_once_within_the_token_limit(data_parallel):
     assert len({len(replica) for replica in replicas}) == 1 and len(replicas[0]) % 2 == 0
 
 
-def test_replicas_get_even_token_loads():
-    tokens = [100] * 4 + [1] * 60
-    rows = infos(tokens)
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.lists(st.integers(1, 64), min_size=1, max_size=60),
+    data_parallel=st.integers(1, 6),
+    multiple=st.integers(1, 3),
+    random=st.randoms(use_true_random=False),
+)
+def test_any_plan_keeps_the_limit_has_every_row_once_and_spreads_tokens(tokens, data_parallel, multiple, random):
+    limit, rows = 64, infos(tokens)
+    replicas = plan(rows, data_parallel, limit, multiple)
+    assert sorted(r for replica in replicas for batch in replica for r in batch) == [r.row for r in rows]
+    assert len({len(replica) for replica in replicas}) == 1 and len(replicas[0]) % multiple == 0
     size = {r.row: r.tokens for r in rows}
-    loads = [sum(size[r] for batch in replica for r in batch) for replica in plan(rows, 4, 400)]
-    assert max(loads) - min(loads) <= 1
+    filled = [[sum(size[r] for r in batch) for batch in replica] for replica in replicas]
+    assert max(map(max, filled)) <= limit
+    loads = [sum(each) for each in filled]
+    assert max(loads) <= sum(tokens) / data_parallel + (1 - 1 / data_parallel) * max(tokens) + 1e-9
+    assert max(loads) - min(loads) <= max(tokens)
+    for replica in filled:
+        assert max(replica) - min(replica) <= max(tokens), "micro-batches of a replica are filled alike"
+    needed = -(-max(loads) // limit)
+    assert len(replicas[0]) < 2 * needed + multiple
+    assert plan(random.sample(rows, len(rows)), data_parallel, limit, multiple) == replicas
+
+
+def test_long_tailed_answers_load_replicas_evenly_where_dealing_in_turn_does_not():
+    rng = np.random.default_rng(0)
+    balanced, in_turn, batches = [], [], []
+    for _ in range(10):
+        tokens = np.minimum(rng.lognormal(6, 1.2, 256).astype(int) + 50, 8192)
+        rows = infos(tokens.tolist())
+        size = {r.row: r.tokens for r in rows}
+        replicas = plan(rows, 16, 8192)
+        loads = [sum(size[r] for batch in replica for r in batch) for replica in replicas]
+        mean = tokens.sum() / 16
+        balanced.append(max(loads) / mean)
+        in_turn.append(max(tokens[i::16].sum() for i in range(16)) / mean)
+        batches.append(len(replicas[0]) - -(-max(loads) // 8192))
+    assert max(balanced) < 1.01 < 1.4 < min(in_turn)
+    assert max(batches) <= 1, "hardly more micro-batches than tokens need"
 
 
 def test_a_sample_larger_than_a_micro_batch_is_refused_by_name():
