@@ -1,6 +1,6 @@
 """Prompts to answers: one loop per replica (or several, `workflow.lanes`), and who is in the pool of replicas.
 
-    max_lag 0     a replica gets its fixed share of every put as one call, so that a seed fixes every engine batch
+    max_lag 0     every put is dealt in equal shares, one call each, so that a seed fixes every engine batch
     max_lag >= 1  a replica claims as soon as it is free; a fast one answers more
 
 The pool may change while the run goes on. A replica that joins gets a loop. One that leaves or dies gives back what it
@@ -29,6 +29,8 @@ class Answering:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._loops: dict[int, list[asyncio.Task[None]]] = {}
+        self._parcels: dict[int, asyncio.Queue[tuple[list[int], bool]]] = {}  # max_lag 0: groups dealt to each replica
+        self._holds: dict[int, list[int]] = {}  # those that it is answering
         self._since: dict[int, int] = {}  # replicas that answer: version at the beginning of their batch
         self._moved: dict[int, list[asyncio.Task[None]]] = {}  # answers that such a replica has taken over
         self._told = asyncio.Condition()  # a batch has ended
@@ -39,12 +41,18 @@ class Answering:
     def start(self) -> None:
         for index in self.job.crew.rollouts:
             self._start(index)
+        if self.job.config.workflow.max_lag == 0:
+            self.job.spawn(self.deal_loop())
         if self.job.config.workflow.repack_below:
             self.job.spawn(self.repack_loop())
 
     def _start(self, index: int) -> None:
         job, w = self.job, self.job.config.workflow
-        loops = [self.wave_loop(index)] if w.max_lag == 0 else [self.claim_loop(index) for _ in range(w.lanes)]
+        if w.max_lag == 0:
+            self._parcels[index] = asyncio.Queue()
+            loops = [self.parcel_loop(index)]
+        else:
+            loops = [self.claim_loop(index) for _ in range(w.lanes)]
         if w.update == "in_flight" and not job.turns.shares(index):
             loops.append(job.sync.follow(index))
         self._loops[index] = [job.spawn(self._guard(index, loop)) for loop in loops]
@@ -62,11 +70,9 @@ class Answering:
 
     async def leave(self, index: int) -> None:
         """A replica stops answering; what it holds is answered by others."""
-        worker = self.job.crew.rollouts.get(index)
-        if worker is None:
-            return
-        await worker.stop()
-        await self._remove(index, "left")
+        await self._ask(index, "stop")
+        if index in self.job.crew.rollouts:
+            await self._remove(index, "left")
 
     async def lost(self, index: int, error: WorkerLost) -> None:
         """A replica is dead. Raises `WorkerLost` when it was the last one and none is starting."""
@@ -95,8 +101,11 @@ class Answering:
         job.recorder.left(f"rollout{index}")
         held = await job.dock.forget_worker(f"rollout{index}")
         job.events.note(why, replica=index, claims=held)
-        if job.config.workflow.max_lag == 0 and job.crew.rollouts:
-            job.spawn(self.rescue(job.book.pending()))
+        if index in self._parcels:
+            parcels, began = self._parcels.pop(index), self._holds.pop(index, [])
+            self._deal([g for g in began if job.book.is_open(g)], whole=False)
+            while not parcels.empty():
+                self._deal(*parcels.get_nowait())
 
     async def _guard(self, index: int, loop: Any) -> None:
         try:
@@ -104,35 +113,45 @@ class Answering:
         except WorkerLost as error:
             await self.lost(index, error)
 
-    async def rescue(self, groups: list[int]) -> None:
-        """max_lag 0: nobody claims freely, so what a lost replica held is dealt to the others here."""
-        turn = 0
-        while self.job.crew.rollouts:
-            members = sorted(self.job.crew.rollouts)
-            index = members[turn % len(members)]
-            claim = await self.job.claim_now(
-                "rollout", len(groups), worker=f"rollout{index}", group_ids=groups, timeout_s=0.0
-            )
-            if claim is None or not len(claim.rows):
-                return
-            await self._guard(index, self.generate(index, claim))
-            turn += 1
+    async def _ask(self, index: int, method: str) -> int:
+        """What replica `index` answers; 0 where it is found dead."""
+        worker = self.job.crew.rollouts.get(index)
+        try:
+            return 0 if worker is None else await getattr(worker, method)()
+        except WorkerLost as error:
+            await self.lost(index, error)
+            return 0
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
-    async def wave_loop(self, index: int) -> None:
-        """max_lag 0: this replica's share of every put."""
+    async def deal_loop(self) -> None:
+        """max_lag 0: the groups of every put in equal shares, fixed when the put is made."""
         wave = 0
         while True:
-            groups = await self.job.book.wait_for_wave(wave)
-            members = sorted(self.job.crew.rollouts)
-            mine = groups[members.index(index) :: len(members)]
+            self._deal(await self.job.book.wait_for_wave(wave), whole=True)
             wave += 1
-            if mine:
-                claim = await self.job.claim(
-                    "rollout", len(mine), worker=f"rollout{index}", group_ids=mine, at_least=len(mine)
-                )
+
+    def _deal(self, groups: list[int], whole: bool) -> None:
+        """`whole`: none of these groups was answered in part, so a replica gets its share as one call."""
+        members = sorted(self.job.crew.rollouts)
+        for turn, index in enumerate(members):
+            if mine := groups[turn :: len(members)]:
+                self._parcels[index].put_nowait((mine, whole))
+
+    async def parcel_loop(self, index: int) -> None:
+        """max_lag 0: what was dealt to this replica."""
+        job, worker = self.job, f"rollout{index}"
+        while True:
+            groups, whole = await self._parcels[index].get()
+            self._holds[index] = groups
+            if whole:
+                claim = await job.claim("rollout", len(groups), worker=worker, group_ids=groups, at_least=len(groups))
                 await self.generate(index, claim)
+                continue
+            while (
+                rest := await job.claim_now("rollout", len(groups), worker=worker, group_ids=groups, timeout_s=0.0)
+            ) is not None and len(rest.rows):
+                await self.generate(index, rest)
 
     async def claim_loop(self, index: int) -> None:
         """max_lag >= 1: as much as there is, up to an equal share of a step."""
@@ -171,7 +190,7 @@ class Answering:
 
     async def stop_all(self) -> None:
         """Every running answer ends with what it has; returns when the dock has all of it."""
-        await asyncio.gather(*(worker.stop() for worker in self.job.crew.rollouts.values()))
+        await asyncio.gather(*(self._ask(index, "stop") for index in self.job.crew.rollouts))
         async with self._told:
             await self._told.wait_for(lambda: not self._since)
 
@@ -192,9 +211,9 @@ class Answering:
         and is free for new weights and the next batch."""
         while True:
             await asyncio.sleep(max(REPACK_EVERY_S, 0.01 * self.job.recorder.last_step_s))
-            members = dict(self.job.crew.rollouts)
+            members = list(self.job.crew.rollouts)
             if len(members) > 1 and set(self._since) == set(members):
-                counts = dict(zip(members, await asyncio.gather(*(w.running() for w in members.values()))))
+                counts = dict(zip(members, await asyncio.gather(*(self._ask(i, "running") for i in members))))
                 await self._hand_over(counts)
 
     async def _hand_over(self, counts: dict[int, int]) -> None:
@@ -207,7 +226,7 @@ class Answering:
             return
         target = max(able, key=lambda i: (counts[i], -i))
         async with self._handing_over:
-            if not await self.job.crew.rollouts[source].stop():
+            if not await self._ask(source, "stop"):
                 return
             claim = await self.job.claim_now(
                 "rollout", counts[source], worker=f"rollout{target}", unit="rows", policy="oldest", timeout_s=0.0

@@ -134,6 +134,9 @@ class StepBook:
             del self._open[opened.batch]
         return opened.batch, opened.issue
 
+    def is_open(self, group_id: int) -> bool:
+        return group_id in self._put
+
     def scored(self, group_ids: Sequence[int]) -> None:
         """These groups may be trained."""
         for group in group_ids:

@@ -49,6 +49,8 @@ from mindspeed_asyncflow.workflow.training import Training
 from mindspeed_asyncflow.workflow.turns import NoTurns, Turns
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync
 
+CANCEL_AGAIN_S = 1.0
+
 
 class Run:
     """One training run over workers that are started already. Made inside the event loop that it runs in."""
@@ -89,18 +91,25 @@ class Run:
         try:
             await asyncio.wait([trained, self._failed], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            left = list(self._tasks)
+            left = set(self._tasks)
             for task in left:
                 task.cancel()
             with contextlib.suppress(DockError, WorkerLost):  # wakes the claims that still wait
                 await self.dock.seal()
-            await asyncio.gather(*left, return_exceptions=True)
+            while left:
+                _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+                for task in left:  # a wait that ended in the same moment may have eaten the first one
+                    task.cancel()
         if self._failed.done():
             self._failed.result()
 
     def join(self, index: int, worker: Any) -> None:
         """A replica is up (or up again) and answers from now on."""
         self.answering.join(index, worker)
+
+    async def lost(self, index: int, error: WorkerLost) -> None:
+        """The process of a replica is dead, which nobody may have noticed who waits for something else."""
+        await self.answering.lost(index, error)
 
     async def leave(self, index: int) -> None:
         """A replica goes in order; what it holds is answered by others."""

@@ -177,6 +177,7 @@ class WeightSync:
         other caller can change the replica's weights before the block ends.
         """
         async with self._held[index] if self.update != "in_flight" else contextlib.nullcontext():
+            needed = max(needed, 0)  # the first batches may be answered with any version, but one there must be
             await self.arrivals.wait(index, needed)
             if self.update == "in_flight":
                 if self.served[index] < needed:
@@ -193,7 +194,7 @@ class WeightSync:
 
     def _may_skip(self, index: int, needed: int) -> bool:
         """Rolling: another replica loads, and this batch may be answered with the older version."""
-        return self.update == "rolling" and self._turns > 0 and self.served[index] >= max(needed, 0)
+        return self.update == "rolling" and self._turns > 0 and self.served[index] >= needed
 
     async def follow(self, index: int) -> None:
         """In flight: load every version as soon as it has arrived, or the newest of several. Never ends."""

@@ -323,14 +323,16 @@ def test_a_version_that_is_dropped_while_a_replica_answers_and_loads_it_names_th
     sync = sync_of(SlowLink(turns=5), update="in_flight", keep=3)
 
     async def scenario():
+        sync.served[0] = 0
+        publish(sync, 1)
         async with sync.boundary(0, -1):
             loading = asyncio.create_task(sync.bring_up(0))
             await asyncio.sleep(0)
-            publish(sync, 1)
             publish(sync, 2)
+            publish(sync, 3)
             await loading
 
-    with pytest.raises(WeightSyncError, match=r"rollout0 .* version 0 .*keeps 3 \(workflow\.keep_versions; more than"):
+    with pytest.raises(WeightSyncError, match=r"rollout0 .* version 1 .*keeps 3 \(workflow\.keep_versions; more than"):
         asyncio.run(scenario())
 
 
