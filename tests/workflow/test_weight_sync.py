@@ -284,12 +284,14 @@ def test_a_replica_that_dies_while_loading_gives_its_turn_to_the_next():
 
 
 class SlowLink(Replica):
-    """Finds version 0 gone from the relay when it has read it."""
+    """Finds version `gone` gone from the relay when it has read it."""
+
+    gone = 0
 
     async def load(self, m):
         report = await super().load(m)
-        if m.version == 0:
-            raise WeightSyncError("weight version 0 is not in the relay")
+        if m.version == self.gone:
+            raise WeightSyncError(f"weight version {m.version} is not in the relay")
         return report
 
 
@@ -323,7 +325,7 @@ def test_a_version_that_is_dropped_while_a_replica_answers_and_loads_it_names_th
     sync = sync_of(SlowLink(turns=5), update="in_flight", keep=3)
 
     async def scenario():
-        sync.served[0] = 0
+        sync.served[0], sync.replicas[0].gone = 0, 1
         publish(sync, 1)
         async with sync.boundary(0, -1):
             loading = asyncio.create_task(sync.bring_up(0))
