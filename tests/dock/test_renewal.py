@@ -150,7 +150,7 @@ def test_a_group_with_an_unfinished_member_is_whole_for_no_other_task(client, pr
 
 def test_every_pair_grants_what_was_given_back_first_and_a_part_goes_on_wherever_it_is_claimed(two_pairs, prompts):
     """A consumer of one pair hands half-made answers back; a consumer of the other pair gets them, oldest first."""
-    near, far = two_pairs
+    (near, far), _ = two_pairs
     rows = np.concatenate(near.put_groups("train", prompts(6, size=2)))
     held = near.claim("rollout", 99, at_least=12, **(NO_WAIT | {"timeout_s": 5.0}), **ROWS)
     assert sorted(held.rows.tolist()) == sorted(rows.tolist())
@@ -172,14 +172,27 @@ def test_every_pair_grants_what_was_given_back_first_and_a_part_goes_on_wherever
         assert all(r in given for r in mine[: sum(r in given for r in mine)]), "new rows come after those given back"
 
 
+def test_groups_with_unfinished_rows_are_named_when_their_pair_is_lost(two_pairs, prompts):
+    (near, _), servers = two_pairs
+    homes = {int(pair_numbers(rows[:1])[0]): g for g, rows in enumerate(near.put_groups("train", prompts(2, size=2)))}
+    held = near.claim("rollout", 4, at_least=4, **(NO_WAIT | {"timeout_s": 5.0}), **ROWS)
+    near.write(held.rows, partial([5] * 4), claim_id=held.claim_id)
+    near.release(held.claim_id)
+    servers[1].close()
+    assert near.lost_groups(1)["train"].tolist() == [homes[1]]
+    near.forget_pair(1)
+    again = near.claim("rollout", 4, **NO_WAIT, **ROWS)
+    assert stored(near, again.rows) == [(list(range(5)), [[0, 0, 5]])] * 2
+
+
 @pytest.fixture
 def two_pairs():
-    """Clients of pair 0 and of pair 1 of one dock; the pairs share no memory."""
+    """Clients of pair 0 and of pair 1 of one dock, and the pairs, which share no memory."""
     how = {"arena_mb": 2, "lease_s": 30.0, "secret": "s"}
     servers = [DockServer(GRPO_COLUMNS, grpo_tasks(False), host=f"127.0.0.{2 + i}", **how).start() for i in range(2)]
     addresses = [server.address for server in servers]
     clients = [DockClient(addresses, "s", home=i, wait_s=5.0, map_arena=False) for i in range(2)]
-    yield clients
+    yield clients, servers
     for client in clients:
         client.close()
     for server in servers:
