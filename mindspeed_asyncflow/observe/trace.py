@@ -12,6 +12,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 from mindspeed_asyncflow.errors import MetricError
 
 FLUSH_S = 1.0
-_FLUSH_NS = int(FLUSH_S * 1e9)
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=str).encode
 
 _FIELDS = ("kind", "lane", "name", "start_us", "dur_us", "args")
@@ -36,11 +36,11 @@ class _Span:
         self.args = args
 
     def __enter__(self) -> _Span:
-        self.start = time.perf_counter_ns()
+        self.start = self.tracer.clock_ns()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.tracer._add("X", self.lane, self.name, self.start, time.perf_counter_ns(), self.args)
+        self.tracer._add("X", self.lane, self.name, self.start, self.tracer.clock_ns(), self.args)
 
 
 class _NoSpan:
@@ -59,14 +59,24 @@ _NO_SPAN = _NoSpan()
 class Tracer:
     """Events of one process. Thread-safe; a span costs about a microsecond, writing happens once a second."""
 
-    def __init__(self, folder: Path | str, process: str, enabled: bool = True):
-        """`folder`: the run's `trace/`. `process`: name shown for this process, e.g. `trainer0`."""
+    def __init__(
+        self,
+        folder: Path | str,
+        process: str,
+        enabled: bool = True,
+        clock_ns: Callable[[], int] | None = None,
+        flush_s: float = FLUSH_S,
+    ):
+        """`folder`: the run's `trace/`. `process`: name shown for this process, e.g. `trainer0`. `clock_ns`: virtual
+        time that begins at 0 (default: the real time of day), after which each `flush_s` the file is written."""
         self.enabled = enabled
         self.process = process
+        self.clock_ns = clock_ns or time.perf_counter_ns
         self._events: list[Event] = []
         self._lock = threading.Lock()
-        self._epoch_ns = time.time_ns() - time.perf_counter_ns()
-        self._flush_at = time.perf_counter_ns() + _FLUSH_NS
+        self._epoch_ns = 0 if clock_ns else time.time_ns() - time.perf_counter_ns()
+        self._flush_ns = int(flush_s * 1e9)
+        self._flush_at = self.clock_ns() + self._flush_ns
         self._file: int | None = None
         if enabled:
             safe = re.sub(r"[^A-Za-z0-9_.-]", "_", process)
@@ -82,19 +92,19 @@ class Tracer:
     def instant(self, name: str, lane: str = "main", **args: Any) -> None:
         """A moment without length."""
         if self.enabled:
-            now = time.perf_counter_ns()
+            now = self.clock_ns()
             self._add("i", lane, name, now, now, args)
 
     def counter(self, name: str, **values: float) -> None:
         """A curve: `tracer.counter("queue", rollout=12, train=3)`."""
         if self.enabled:
-            now = time.perf_counter_ns()
+            now = self.clock_ns()
             self._add("C", "", name, now, now, values)
 
     def flush(self) -> None:
         with self._lock:
             events, self._events = self._events, []
-            self._flush_at = time.perf_counter_ns() + _FLUSH_NS
+            self._flush_at = self.clock_ns() + self._flush_ns
             if events and self._file is not None:
                 base = self._epoch_ns
                 self._write(
@@ -131,11 +141,11 @@ class Tracer:
 _tracer = Tracer("", "unset", enabled=False)
 
 
-def configure(folder: Path | str, process: str, enabled: bool = True) -> Tracer:
-    """Make the tracer of this process, closing an earlier one."""
+def configure(folder: Path | str, process: str, enabled: bool = True, **how: Any) -> Tracer:
+    """Make the tracer of this process, closing an earlier one. `how`: as `Tracer` takes it."""
     global _tracer
     _tracer.close()
-    _tracer = Tracer(folder, process, enabled)
+    _tracer = Tracer(folder, process, enabled, **how)
     return _tracer
 
 
