@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Collection
 from operator import attrgetter
 from typing import Any
@@ -17,6 +18,7 @@ from mindspeed_asyncflow.observe.log import get_logger
 
 ASIDE = "aside"  # Ray's name for the thread of the methods that run beside all others
 BESIDE = "beside"  # and for those of a second worker in the same process
+WATCH = "watch"  # and for the call that ends with the process
 
 
 def here() -> tuple[str, str]:
@@ -42,6 +44,10 @@ class Host:
         """Physical ids of the devices that Ray gave to this process; none where they are only counted."""
         return [i for ids in ray.get_runtime_context().get_accelerator_ids().values() for i in ids]
 
+    def stay(self) -> None:
+        """Never returns."""
+        threading.Event().wait()
+
     def call(self, method: str, *args: Any) -> Any:
         """`method` of the worker; "part.method" of one that it is made of."""
         return attrgetter(method)(self.worker)(*args)
@@ -53,19 +59,21 @@ class Host:
 class Remote:
     """A worker elsewhere, whose methods can be awaited: `await remote.generate(...)`.
 
-    An exception of the worker arrives as itself; a dead process as `WorkerLost` with the last words it wrote, and
-    `on_loss` is called once.
+    An exception of the worker arrives as itself; a dead process as `WorkerLost` with the last words it wrote.
     """
 
     def __init__(self, handle: Any, name: str, aside: Collection[str] = ()) -> None:
         self._handle, self.name, self._aside = handle, name, aside
         self.pid = 0
-        self.on_loss: Callable[[], None] | None = None
 
     async def build(self, recipe: Callable[..., Any], *args: Any) -> Remote:
         self.pid = await self._await(self._handle.build.remote(recipe, *args))
         get_logger("service").debug("%s is process %d", self.name, self.pid)
         return self
+
+    async def watch(self) -> None:
+        """Never returns; raises `WorkerLost` when the process dies, whether anybody calls it or not."""
+        await self._await(self._handle.stay.options(concurrency_group=WATCH).remote())
 
     async def where(self) -> tuple[str, str]:
         return await self._await(self._handle.where.remote())
@@ -97,9 +105,6 @@ class Remote:
             get_logger("service").debug("%s raised\n%s", self.name, error)
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except RayActorError as error:
-            told, self.on_loss = self.on_loss, None
-            if told is not None:
-                told()
             raise WorkerLost(f"{self.name} (process {self.pid or '?'}) died: {_short(error)}") from None
 
     def kill(self) -> None:
@@ -139,7 +144,7 @@ def spawn(
     second worker in the process: devices are bound to threads, so a trainer has one thread for all that computes.
     `node`: Ray's id of the node where it must run; default: any.
     """
-    groups = ({ASIDE: 1} if aside else {}) | ({BESIDE: beside} if beside else {})
+    groups = {WATCH: 1} | ({ASIDE: 1} if aside else {}) | ({BESIDE: beside} if beside else {})
     options: dict[str, Any] = {"concurrency_groups": groups}
     host = ray.remote(**options)(Host).options(
         num_cpus=0,

@@ -9,8 +9,7 @@ from typing import Any
 
 import psutil
 
-from mindspeed_asyncflow.errors import DeadlineExceeded
-from mindspeed_asyncflow.observe.log import get_logger
+from mindspeed_asyncflow.errors import DeadlineExceeded, WorkerLost
 from mindspeed_asyncflow.service import cleanup
 from mindspeed_asyncflow.service.actors import Remote, here
 from mindspeed_asyncflow.service.relays import Place
@@ -28,15 +27,12 @@ class Replicas:
         self.remotes, self.needed, self.limit_s = remotes, needed, limit_s
         self.places: dict[int, Place] = {}
         self.up: dict[int, Remote] = {}
-        self.lost: Callable[[int], None] = lambda index: None  # told of each one that dies after it was up
+        self.lost: Callable[[int, WorkerLost], None] = lambda index, error: None  # told of each that was up and died
         self._build = build
         self._finding: dict[int, asyncio.Task[None]] = {}
         self._starting: dict[int, asyncio.Task[None]] = {}
+        self._watches: list[asyncio.Task[None]] = []
         self._belongings: dict[int, tuple[list[psutil.Process], set[Path]]] = {}
-
-    @property
-    def starting(self) -> set[int]:
-        return {i for i, task in self._starting.items() if not task.done()}
 
     async def find(self) -> bool:
         """Wait until the needed ones have a place; whether all have one."""
@@ -53,26 +49,21 @@ class Replicas:
     async def enough(self) -> None:
         """Wait until the needed ones are up. Raises what the first of too many failed with, or `DeadlineExceeded`."""
         await self._first(self._starting, self.up, "started")
-        for index, task in self._starting.items():
-            if task.done() and (error := task.exception()) is not None:
-                get_logger("service").warning("rollout%d did not start, the others go on: %s", index, error)
-                self.give_up(index)
 
-    def give_up(self, index: int) -> None:
-        """Nobody waits for replica `index` any more."""
-        self.remotes[index].kill()
-
-    async def later(self, index: int) -> Exception | None:
-        """Wait until replica `index` is up; the error that it will not come for."""
+    async def later(self, index: int) -> None:
+        """Wait until replica `index` is up. Raises what it will not come for; nobody waits for it any more then."""
         task = self._starting[index]
         try:
-            await asyncio.wait_for(asyncio.shield(task), self.limit_s)
-        except asyncio.TimeoutError:
+            await asyncio.wait([task], timeout=self.limit_s)
+            if not task.done():
+                raise DeadlineExceeded(f"rollout{index} is not up after another {self.limit_s:g} s")
+            task.result()
+            if index not in self.up:
+                raise WorkerLost(f"rollout{index} died as soon as it was up")
+        except Exception:
             task.cancel()
-            return DeadlineExceeded(f"rollout{index} is not up after another {self.limit_s:g} s")
-        except Exception as error:  # boundary: a replica that does not come is a warning while others are there
-            return error
-        return None
+            self.remotes[index].kill()
+            raise
 
     async def _first(self, tasks: dict[int, asyncio.Task[None]], there: dict[int, Any], what: str) -> None:
         loop = asyncio.get_running_loop()
@@ -97,14 +88,23 @@ class Replicas:
         await self._build(index)
         if self.places[index].node == here()[0]:  # on another machine the number would name another process
             self._belongings[index] = await asyncio.to_thread(_belongings, remote.pid)
-        remote.on_loss = lambda: self._died(index)
         self.up[index] = remote
+        self._watches.append(_begun(self._watch(index, remote)))
 
-    def _died(self, index: int) -> None:
-        self.up.pop(index, None)
-        if index in self._belongings:
-            asyncio.get_running_loop().run_in_executor(None, _sweep, *self._belongings.pop(index))
-        self.lost(index)
+    async def _watch(self, index: int, remote: Remote) -> None:
+        """Its death is noticed also while nobody asks it for anything."""
+        try:
+            await remote.watch()
+        except WorkerLost as error:
+            self.up.pop(index, None)
+            if index in self._belongings:
+                asyncio.get_running_loop().run_in_executor(None, _sweep, *self._belongings.pop(index))
+            self.lost(index, error)
+
+    def close(self) -> None:
+        """From now on nothing that ends is a loss."""
+        for task in [*self._finding.values(), *self._starting.values(), *self._watches]:
+            task.cancel()
 
 
 def _begun(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -70,6 +70,7 @@ class Session(Workers):
         self.run: Run | None = None
         self._probe: list[tuple[np.ndarray, np.ndarray]] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
+        self._watching: list[asyncio.Task[None]] = []
 
     # ---- start -------------------------------------------------------------------------------------------------------
 
@@ -148,7 +149,7 @@ class Session(Workers):
         seen = {variable: ",".join(sorted(devices, key=int))} if variable and devices else None
         node = self.places[beside[0].name].node
         worker = self.spawn(f"rollout{index}", concurrency=threads, node=node, environment=seen)
-        worker.on_loss = lambda: self._lost(index)
+        self._watching.append(asyncio.ensure_future(self._watch(index, worker)))
         return worker
 
     async def _put_to_rest(self) -> None:
@@ -201,26 +202,36 @@ class Session(Workers):
     # ---- replicas that come and go -----------------------------------------------------------------------------------
 
     async def _join_late(self, index: int) -> None:
-        """A replica that is still starting joins the run when it is up; without it the run goes on."""
+        """A replica that is not up yet joins the run when it is; without it the run goes on."""
         assert self.run is not None
-        error: Exception | None = await self.replicas.later(index)
-        if error is None:
-            self.rollouts[index] = worker = self.replicas.up[index]
-            try:
-                await self.mirrors.need(index, self._replica_places())
-                self.run.join(index, worker)
-                return
-            except WorkerLost as lost:
-                error = lost
-        self.replicas.give_up(index)
-        self.run.answering.failed_to_start(index, error)
+        try:
+            await self.replicas.later(index)
+            self.rollouts[index] = self.replicas.up[index]
+            await self.mirrors.need(index, self._replica_places())
+        except Exception as error:  # boundary: a warning, as long as the run has other replicas
+            self.rollouts.pop(index, None)
+            self.run.answering.failed_to_start(index, error)
+            return
+        self.run.join(index, self.rollouts[index])
 
-    def _lost(self, index: int) -> None:
-        """The process of a replica is dead; the loops learn it themselves."""
+    def _lost(self, index: int, error: WorkerLost) -> None:
+        """The process of a replica is dead."""
         self.rollouts.pop(index, None)
-        task = asyncio.ensure_future(self._replace_mirror(index))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self.turns.forget(index)
+        parts = [self._replace_mirror(index)]
+        if self.run is not None:
+            parts.append(self.run.answering.lost(index, error))
+        for part in parts:
+            task = asyncio.ensure_future(part) if self.run is None else self.run.job.spawn(part)
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    async def _watch(self, index: int, remote: Remote) -> None:
+        """A replica on lent devices."""
+        try:
+            await remote.watch()
+        except WorkerLost as error:
+            self._lost(index, error)
 
     async def _replace_mirror(self, index: int) -> None:
         for stranded in await self.mirrors.lost(index):
@@ -261,7 +272,7 @@ class Session(Workers):
 
     async def train(self) -> None:
         assert self.dock is not None
-        late = self.replicas.starting
+        late = [i for i in self.replicas.remotes if i not in self.rollouts]
         leaders = wiring.leaders(self.config)
         crew = Crew(dict(self.rollouts), self.scorer, self.references, self.trainers, leaders, set(late))
         self.run = Run(
@@ -347,6 +358,9 @@ class Session(Workers):
         return self.sync.newest.version if self.sync.newest is not None else 0
 
     async def close(self) -> None:
+        self.replicas.close()
+        for task in self._watching:
+            task.cancel()
         await super().close()
         if self.dock is not None:
             self.dock.close()

@@ -25,7 +25,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from typing import Any, Protocol
 
 from mindspeed_asyncflow.errors import WorkerLost
-from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.workflow.clock import now
 
 STOP_AGAIN_S = 0.25  # a replica may be asked to stop before its batch has reached the engine
@@ -66,6 +65,7 @@ class Turns:
         emptied: Callable[[int], None],
     ) -> None:
         self._trainers, self._replicas = list(trainers), dict(replicas)
+        self._sharing = set(replicas)  # without those that are lost or left
         self._interrupt, self._emptied = interrupt, emptied
         self._open = asyncio.Event()  # the trainer does not want its devices
         self._open.set()
@@ -85,7 +85,7 @@ class Turns:
 
     def shares(self, index: int) -> bool:
         """Whether replica `index` takes turns with the trainer."""
-        return index in self._replicas
+        return index in self._sharing
 
     def is_open(self, index: int) -> bool:
         """Whether replica `index` may begin a batch now."""
@@ -127,9 +127,9 @@ class Turns:
                 self._reopen()
 
     def forget(self, index: int) -> None:
-        """Replica `index` is lost or has left: nothing waits for it, but for a block that it is still inside."""
-        self._replicas.pop(index, None)
-        self._awake.discard(index)
+        """Replica `index` is lost or has left: it has no turn any more. A block that it is still inside is waited for,
+        and if it lives and is awake it still goes to rest."""
+        self._sharing.discard(index)
 
     def describe(self) -> str:
         """One line for messages of the no-progress watchdog."""
@@ -152,7 +152,7 @@ class Turns:
                 self.give_s = await self._all("train state leaves", (t.give() for t in self._trainers))
                 self._given, self.count = True, self.count + 1
         async with self._rousing[index]:
-            if index in self._replicas and index not in self._awake:
+            if index in self._sharing and index not in self._awake:
                 await self._replicas[index].rouse()
                 self._awake.add(index)
 
@@ -180,21 +180,21 @@ class Turns:
     async def _rest(self, index: int) -> None:
         try:
             await self._replicas[index].rest()
-        except WorkerLost as error:
-            get_logger("turns").warning("rollout%d left its devices: %s", index, error)
+        except WorkerLost:  # the loops are told so by others
             self.forget(index)
         self._awake.discard(index)
         self._emptied(index)
 
     async def _drain(self) -> None:
         """No replica is inside any more."""
-        while not self._empty.is_set():
-            if not self._interrupt:
-                await self._empty.wait()
-                return
-            await asyncio.gather(*map(self._stop, sorted(self._inside)))
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._empty.wait(), STOP_AGAIN_S)
+        left = asyncio.ensure_future(self._empty.wait())
+        try:
+            while not left.done():
+                if self._interrupt:
+                    await asyncio.gather(*map(self._stop, sorted(self._inside)))
+                await asyncio.wait([left], timeout=STOP_AGAIN_S if self._interrupt else None)
+        finally:
+            left.cancel()
 
     async def _stop(self, index: int) -> None:
         if index in self._awake:

@@ -1,4 +1,4 @@
-"""Versions that are not stored: they have the relay's manifest, and what a replica was filled with is compared with it."""
+"""Versions that are not stored: the manifest is that of a relay, and what a replica was filled with is compared."""
 
 import os
 import secrets

@@ -246,6 +246,18 @@ def test_a_dead_replica_is_left_out_and_the_others_go_on():
     clock.run(main())
 
 
+def test_a_replica_that_leaves_awake_still_goes_to_rest_before_the_trainer_comes():
+    async def main() -> None:
+        device, _, turns = make(interrupt=True)
+        async with turns.generating(0):
+            turns.forget(0)
+        assert device.awake == {0} and not turns.shares(0)
+        async with turns.training():
+            assert not device.awake
+
+    clock.run(main())
+
+
 def test_the_line_for_the_watchdog_says_who_has_the_devices_and_who_waits():
     async def main() -> None:
         _device, _, turns = make(interrupt=False)
