@@ -42,7 +42,7 @@ class Answering:
         for index in self.job.crew.rollouts:
             self._start(index)
         if self.job.config.workflow.max_lag == 0:
-            self.job.spawn(self.deal_loop())
+            self.job.spawn(self.deal_loop(self.job.book.follow()))
         if self.job.config.workflow.repack_below:
             self.job.spawn(self.repack_loop())
 
@@ -124,12 +124,10 @@ class Answering:
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
-    async def deal_loop(self) -> None:
+    async def deal_loop(self, puts: asyncio.Queue[list[int]]) -> None:
         """max_lag 0: the groups of every put in equal shares, fixed when the put is made."""
-        wave = 0
         while True:
-            self._deal(await self.job.book.wait_for_wave(wave), whole=True)
-            wave += 1
+            self._deal(await puts.get(), whole=True)
 
     def _deal(self, groups: list[int], whole: bool) -> None:
         """`whole`: none of these groups was answered in part, so a replica gets its share as one call."""
@@ -203,6 +201,15 @@ class Answering:
             "generated", replica=index, since=since, rows=members_of(claim), unfinished=len(report.unfinished)
         )
         job.progressed()
+
+    def describe(self) -> str:
+        """Who is there and who answers, one line for messages of the no-progress watchdog."""
+        crew = self.job.crew
+        words = [
+            f"rollout{i} {'answers' if i in self._since else 'has nothing to answer'}" for i in sorted(crew.rollouts)
+        ]
+        words += [f"rollout{i} is starting" for i in sorted(crew.starting)]
+        return "replicas: " + ("; ".join(words) or "none")
 
     # ---- the last answers of a batch ---------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class StepBook:
         self.group_size = group_size
         self.next_group = 0
         self.epoch = 0
-        self.waves: list[list[int]] = []  # groups of every put, in order
+        self._followers: list[asyncio.Queue[list[int]]] = []
         self._groups: dict[int, OpenGroup] = {}  # in issue order
         self._put: set[int] = set()  # those that the dock holds
         self._open: Counter[int] = Counter()  # put groups by batch
@@ -72,7 +72,8 @@ class StepBook:
         self._put.update(ids)
         self._open[batch] += len(ids)
         self.epoch = max([self.epoch, *(group[0].epoch for group in groups)])
-        self.waves.append(ids)
+        for follower in self._followers:
+            follower.put_nowait(ids)
         self._batches = max(self._batches, batch + 1)
         self._tell()
 
@@ -91,11 +92,10 @@ class StepBook:
             await self.change()
         return batch < self._batches
 
-    async def wait_for_wave(self, wave: int) -> list[int]:
-        """The groups of put number `wave`, once it was made. After the end of the data prompts may still come again."""
-        while wave >= len(self.waves):
-            await self.change()
-        return self.waves[wave]
+    def follow(self) -> asyncio.Queue[list[int]]:
+        """The groups of every put from now on, in order."""
+        self._followers.append(asyncio.Queue())
+        return self._followers[-1]
 
     def pending(self, batch: int | None = None) -> list[int]:
         """Put groups of batches up to `batch` (None: of all) that are open, in issue order."""

@@ -15,7 +15,7 @@ class Feeder:
     def __init__(self, job: Job, batches: Callable[[], Sequence[Issue] | None]) -> None:
         self.job, self.batches = job, batches
         self._left: list[Issue] = []  # taken from the data and not issued yet
-        self._replaced: dict[int, int] = {}  # prompts issued in place of dropped groups, by batch
+        self._replaced: dict[int, int] = {}  # prompts that the running step has issued in place of dropped groups
         self.taken = 0  # groups that the running step has trained so far
 
     async def feed_loop(self) -> None:
@@ -82,6 +82,6 @@ class Feeder:
         issues = self._take_some(self.missing(step))
         if not issues:
             return False
-        self._replaced[step] = self._replaced.get(step, 0) + len(issues)
+        self._replaced = {step: self._replaced.get(step, 0) + len(issues)}  # earlier steps are over
         await self.put(step, issues)
         return True

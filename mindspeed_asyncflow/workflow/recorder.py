@@ -81,7 +81,8 @@ class StepRecorder:
         self._zero_std: list[bool] = []
         self._lag_oldest: list[int] = []
         self._lag_newest: list[int] = []
-        self._abstained = self._unfinished = 0
+        self._abstained = self._unfinished = self._masked_tokens = self._masked_rows = 0
+        self.masked_tokens = 0  # of the whole run
         self._generated_tokens = self._tokens = self._trained_tokens = 0
         self.started = self._mark = self.clock()
         self._busy_mark: dict[str, float] = dict.fromkeys(self.sides, 0.0)
@@ -136,8 +137,12 @@ class StepRecorder:
         for group in np.unique(claim.group_ids):
             of_group = rewards[claim.group_ids == group]
             self._zero_std.append(bool(of_group.max() == of_group.min()))
-        self._lag_oldest += (step - claim.version_min).tolist()
-        self._lag_newest += (step - claim.version_max).tolist()
+        oldest = {row: version for r in reports for row, version in r.oldest_trained.items()}
+        newest = dict(zip(claim.rows.tolist(), claim.version_max.tolist()))
+        self._lag_oldest += [step - version for version in oldest.values()]
+        self._lag_newest += [step - newest[row] for row in oldest]
+        self._masked_tokens += sum(r.masked_tokens for r in reports)
+        self._masked_rows += len(newest) - len(oldest)
         self._tokens += int(claim.tokens.sum())
         by_row = dict(zip(claim.rows.tolist(), rewards.tolist()))
         for row, prompt, answer, truth, version in (s for r in reports for s in r.samples):
@@ -165,6 +170,7 @@ class StepRecorder:
         if self._step_rewards:  # a step whose answers all went without a score has none
             self.rewards.append(float(np.mean(self._step_rewards)))
         self.lags.update(self._lag_oldest)
+        self.masked_tokens += self._masked_tokens
         self._trained_tokens += self._tokens
         metrics = reduce_sums([*self._parts, self._sample_parts()] if self._step_rewards else self._parts)
         self._times["update_weights"] = sync.step_still_s
@@ -198,6 +204,8 @@ class StepRecorder:
             "samples/dropped_flat": window.dropped["zero_variance"],
             "samples/dropped_surplus": window.dropped["surplus"],
             "samples/unfinished": self._unfinished,
+            "samples/masked": self._masked_rows,
+            "staleness/masked_tokens": self._masked_tokens,
             "samples/open": window.open,
         }
         waiting = waiting_rows(stats)
@@ -215,11 +223,13 @@ class StepRecorder:
             "groups_count": len(self._zero_std),
             "reward/zero_std_fraction_sum": sum(self._zero_std),
             "staleness_sum": sum(self._lag_newest),
-            "staleness/max": max(self._lag_newest),
+            "staleness/max": max(self._lag_newest, default=0),
             "staleness/worst_sum": sum(self._lag_oldest),
-            "staleness/worst_max": max(self._lag_oldest),
+            "staleness/worst_max": max(self._lag_oldest, default=0),
             "staleness/version_span_sum": sum(o - n + 1 for o, n in zip(self._lag_oldest, self._lag_newest)),
-            "staleness/version_span_max": max(o - n + 1 for o, n in zip(self._lag_oldest, self._lag_newest)),
+            "staleness/version_span_max": max(
+                (o - n + 1 for o, n in zip(self._lag_oldest, self._lag_newest)), default=0
+            ),
         }
 
     def _reward_metrics(self) -> dict[str, float]:
@@ -247,7 +257,8 @@ class StepRecorder:
         self._parts, self._step_rewards, self._zero_std = [], [], []
         self._lag_oldest, self._lag_newest = [], []
         self._times.clear()
-        self._abstained = self._unfinished = self._generated_tokens = self._tokens = 0
+        self._abstained = self._unfinished = self._masked_tokens = self._masked_rows = 0
+        self._generated_tokens = self._tokens = 0
         self._pending_eval = {}
 
     def evaluated(self, version: int, value: float | None) -> None:
@@ -286,6 +297,7 @@ class StepRecorder:
             "samples_dropped": sum(window.dropped.values()),
             "samples_open": window.open,
             "dropped_by_reason": dict(window.dropped),
+            "tokens_masked": self.masked_tokens,
             "skipped_steps": self.skipped,
             "samples_per_s": window.trained / loop_s if self.steps else None,
             "tokens_per_s": self._trained_tokens / loop_s if self.steps else None,

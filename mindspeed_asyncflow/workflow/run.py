@@ -77,7 +77,7 @@ class Run:
         self.window, self.book, self.sync = self.job.window, self.job.book, sync
         self.feeder = Feeder(self.job, batches)
         self.answering = Answering(self.job)
-        self.scoring = Scoring(self.job, self.feeder)
+        self.scoring = Scoring(self.job)
         self.training = Training(self.job, self.feeder, self.answering.stop_all, evaluate, save)
 
     async def train(self) -> None:
@@ -134,7 +134,12 @@ class Run:
             idle = now() - job.progress_at
             if idle > limit:
                 open_groups = ", ".join(f"step {b}: {n} groups" for b, n in job.book.open_batches())
-                said = [job.sync.describe(), job.turns.describe(), await self.dock.describe()]
+                said = [
+                    self.answering.describe(),
+                    job.sync.describe(),
+                    job.turns.describe(),
+                    await self.dock.describe(),
+                ]
                 raise DeadlineExceeded(
                     f"no progress for {idle:.0f} s (workflow.watchdog_s {limit:g}) in step {job.step}; "
                     f"open: {open_groups or 'nothing'}\n" + "\n".join(line for line in said if line)

@@ -8,24 +8,23 @@ import numpy as np
 
 from mindspeed_asyncflow.dock.client import Claim
 from mindspeed_asyncflow.workflow.answering import rows_of
-from mindspeed_asyncflow.workflow.feeding import Feeder
 from mindspeed_asyncflow.workflow.job import Job
 
 
 class Scoring:
-    def __init__(self, job: Job, feeder: Feeder) -> None:
-        self.job, self.feeder = job, feeder
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.puts = None if job.config.workflow.overlap else job.book.follow()
 
     async def score_loop(self) -> None:
         """Whole groups only. One task at a time (`workflow.overlap` false): a whole put at once."""
-        job, wave = self.job, 0
-        while not job.config.workflow.overlap:
-            groups = await job.book.wait_for_wave(wave)
-            wave += 1
+        if self.puts is None:
+            while True:
+                await self.score(self.job.config.workflow.groups_per_step)
+        while True:
+            groups = await self.puts.get()
             if groups:
                 await self.score(len(groups), group_ids=groups, at_least=len(groups))
-        while True:
-            await self.score(job.config.workflow.groups_per_step)
 
     async def score(self, groups: int, **which: Any) -> None:
         job = self.job

@@ -32,6 +32,7 @@ class _Sums:
     """Of the running step."""
 
     samples: int = 0
+    sequences: int = 0  # those with a trained token
     tokens: int = 0  # trained ones
 
 
@@ -90,9 +91,9 @@ class Training:
     async def _finish(self, step: int, sums: _Sums) -> None:
         job = self.job
         with job.recorder.busy("trainer"):
-            self.finish = await job.all_ranks("finish", step + 1, sums.tokens, sums.samples)
+            self.finish = await job.all_ranks("finish", step + 1, sums.tokens, sums.sequences)
         optim = self.finish[0].optim
-        job.events.note("finished", version=step + 1, tokens=sums.tokens, samples=sums.samples, optim=optim)
+        job.events.note("finished", version=step + 1, tokens=sums.tokens, samples=sums.sequences, optim=optim)
         self._count_bad(self.finish[0])
         job.window.advance(step + 1)
         job.window.trained += sums.samples
@@ -234,6 +235,7 @@ class Training:
         job.recorder.trained(step, claim, rewards, one_per_replica)
         job.progressed()
         sums.samples += len(claim.rows)
+        sums.sequences += sum(len(r.oldest_trained) for r in one_per_replica)
         sums.tokens += int(sum(s["actor/tokens_count"] for s in trained))
 
     def _count_bad(self, finish: FinishReport) -> None:

@@ -203,7 +203,7 @@ def test_a_replica_that_dies_changes_speed_and_loses_nothing(tmp_path, max_lag):
 
 def test_when_the_last_replica_dies_the_run_ends_at_once_and_says_so(tmp_path):
     """B47."""
-    with pytest.raises(WorkerLost, match="no rollout replica is left.*the process died"):
+    with pytest.raises(WorkerLost, match=r"no rollout replica is left.*the process died"):
         run_loops(
             config(steps=500, rollout={"max_new_tokens": 20}),
             tmp_path,
@@ -265,3 +265,42 @@ def test_one_task_at_a_time_sums_the_very_chunks_of_a_streamed_step(tmp_path):
         run_loops(settings, tmp_path / str(overlap), prompts_of(100, 8), train=train, rollouts=[FakeRollout()])
         seen.append(train.calls)
     assert seen[0] == seen[1] and len(seen[0]) == 12
+
+
+@pytest.mark.parametrize("stream_groups", [1, 2, 4])
+def test_the_version_rises_once_per_global_batch_whatever_the_dispatch_size(tmp_path, stream_groups):
+    """B54."""
+    out = run_loops(config(steps=3, max_lag=1, trainer={"stream_groups": stream_groups}), tmp_path, prompts_of(100, 4))
+    assert out.run.window.version == out.train.version == 3
+    assert out.train.denominators == [16.0] * 3  # eight answers of two tokens
+
+
+def test_nothing_that_the_loops_remember_grows_with_the_run(tmp_path):
+    """B94: sizes of everything that the driver's bookkeeping holds, after 5 steps and after 60."""
+
+    def sizes(steps):
+        settings = config(
+            steps=steps,
+            max_lag=2,
+            replicas=2,
+            algorithm={"dynamic_sampling": True},
+            workflow={"take": "ready", "keep_versions": 3},
+        )
+        out = run_loops(settings, tmp_path / str(steps), prompts_of(10**6, 4), pool=Graded(lambda key: key % 5 == 0))
+        run = out.run
+        parts = (
+            run.book,
+            run.feeder,
+            run.answering,
+            run.training,
+            run.scoring,
+            run.sync,
+            run.sync.arrivals,
+            run.window,
+        )
+        held = {f"{type(p).__name__}.{n}": v for p in parts for n, v in vars(p).items() if hasattr(v, "__len__")}
+        return {name: len(value) for name, value in held.items()}
+
+    few, many = sizes(5), sizes(60)
+    allowed = 3 * 4 * 2 + 4  # what may be open at any moment, and the prompts of one batch
+    assert {name: n for name, n in many.items() if n > max(few[name], allowed)} == {}
