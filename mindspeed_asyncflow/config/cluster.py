@@ -101,6 +101,9 @@ class SimulationConfig(Section):
     rollout_scale: float = Field(1.0, gt=0, description="Calibration: factor on every generation time.")
     train_scale: float = Field(1.0, gt=0, description="Calibration: factor on every training time.")
     transfer_scale: float = Field(1.0, gt=0, description="Calibration: factor on every weight transfer.")
+    colocated_scale: float = Field(
+        1.0, gt=0, description="Calibration: further factor on training under the colocated schedule (another trainer)."
+    )
     skip_steps: int = Field(2, ge=0, description="First steps that rates leave out: the pipeline fills.")
     references: int = Field(
         1, ge=1, description="Replicas of the frozen reference policy, where algorithm.kl_coef asks for one."
@@ -108,6 +111,15 @@ class SimulationConfig(Section):
     reference_devices: int = Field(1, ge=1, description="Devices that share the work of one of them.")
     flat_share: float = Field(
         0.0, ge=0, lt=1, description="Prompts whose answers all get the same reward (see algorithm.dynamic_sampling)."
+    )
+    sizes: dict[str, dict[str, int | float | str | bool | None]] = Field(
+        default_factory=dict,
+        description="Settings of other clusters: `asyncflow simulate --devices N` puts those of N over the rest.",
+    )
+    assumed: dict[str, list[int | float]] = Field(
+        default_factory=dict,
+        description="Settings that no source states, with the least and the greatest value that they may have; "
+        "`asyncflow simulate --sensitivity` tries both.",
     )
     faults: list[str] = Field(
         default_factory=list,

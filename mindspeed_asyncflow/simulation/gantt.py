@@ -1,0 +1,75 @@
+"""A picture of who did what when, from the trace of a simulated run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_asyncflow.observe.trace import read_events
+
+# Name of a span -> (words, colour). Other spans are not drawn.
+KINDS = {
+    "rollout/generate": ("generate", "#4878a8"),
+    "rollout/load_weights": ("load weights", "#d1495b"),
+    "rollout/fetch_weights": ("fetch weights", "#e8b4bc"),
+    "reward/score": ("score", "#7d5ba6"),
+    "reference/logprobs": ("reference", "#66a182"),
+    "train/forward_backward": ("train", "#edae49"),
+    "train/optimizer": ("optimizer", "#a0522d"),
+    "train/wait_published": ("wait for publish", "#bbbbbb"),
+    "train/give": ("give devices", "#999999"),
+    "train/take_back": ("take devices back", "#666666"),
+}
+ORDER = ("rollout", "reference", "scorer", "trainer")
+MOST_LANES = 48
+
+
+def draw(trace: Path, picture: Path, title: str) -> bool:
+    """Write `picture` (PNG) from the events under `trace`. False, and no picture, where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    events = [e for e in read_events(trace) if e["kind"] == "X" and e["name"] in KINDS]
+    lanes = shown([e["lane"] for e in events])
+    figure, axes = pyplot.subplots(figsize=(14, 1.5 + 0.16 * len(lanes)))
+    used = set()
+    for row, lane in enumerate(reversed(lanes)):
+        for name, (_, color) in KINDS.items():
+            bars = [(e["start_us"] / 1e6, e["dur_us"] / 1e6) for e in events if e["lane"] == lane and e["name"] == name]
+            if bars:
+                used.add(name)
+                axes.broken_barh(bars, (row + 0.1, 0.8), facecolors=color, linewidth=0)
+    axes.set_yticks([row + 0.5 for row in range(len(lanes))], reversed(lanes), fontsize=6)
+    axes.set_xlabel("virtual seconds")
+    axes.set_title(title)
+    axes.legend(
+        handles=[Patch(color=KINDS[n][1], label=KINDS[n][0]) for n in KINDS if n in used],
+        loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7,
+    )  # fmt: skip
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    pyplot.close(figure)
+    return True
+
+
+def shown(lanes: Sequence[str]) -> list[str]:
+    """The lanes to draw, rollout first; of many replicas some, at equal distances."""
+    found = sorted(set(lanes), key=_place)
+    most = max(4, MOST_LANES - sum(1 for lane in found if not lane.startswith("rollout")))
+    replicas = [lane for lane in found if lane.startswith("rollout")]
+    if len(replicas) > most:
+        replicas = [replicas[i * len(replicas) // most] for i in range(most)]
+    return replicas + [lane for lane in found if not lane.startswith("rollout")]
+
+
+def _place(lane: str) -> tuple[Any, ...]:
+    kind = next((i for i, name in enumerate(ORDER) if lane.startswith(name)), len(ORDER))
+    number = re.search(r"\d+", lane)
+    return kind, int(number.group()) if number else 0, lane
