@@ -1,5 +1,6 @@
 """Answers that are interrupted and go on, on any replica: tokens, log-probs and versions stay aligned."""
 
+import contextlib
 import itertools
 import threading
 
@@ -8,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_asyncflow.config.schema import AlgorithmConfig
+from mindspeed_asyncflow.config.schema import AlgorithmConfig, RolloutConfig
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, grpo_tasks
 from mindspeed_asyncflow.dock.server import DockServer
 from mindspeed_asyncflow.errors import ClaimLost, DeadlineExceeded, EngineError, WeightSyncError
-from mindspeed_asyncflow.records import Completion, PromptRow, VersionSpan
+from mindspeed_asyncflow.records import Completion, GenRequest, PromptRow, SamplingSpec, VersionSpan
 from mindspeed_asyncflow.rewards.pool import Score
 from mindspeed_asyncflow.workflow.partial import (
     PARTIAL_COLUMNS,
@@ -24,7 +25,8 @@ from mindspeed_asyncflow.workflow.partial import (
     versions_per_token,
 )
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
-from mindspeed_asyncflow.workflow.workers import RowBatch, ScoreWorker, sample_seed
+from mindspeed_asyncflow.workflow.workers import RolloutWorker, RowBatch, ScoreWorker, sample_seed
+from tests.engines.bench import make_engine, make_model
 from tests.workflow.partial_engine import QUIET, Replica, expected_tokens, manifest, natural_length
 
 LONGEST, GROUP = 12, 3
@@ -383,6 +385,44 @@ def test_an_engine_that_rests_serves_again_after_the_next_load(dock, replica, ro
     one.worker.rouse()
     one.worker.rest()  # also when it was not loaded in between
     assert one.engine.state == "SLEEPING"
+
+
+@pytest.mark.slow
+def test_sampled_answers_of_a_model_are_the_same_whenever_and_wherever_they_are_interrupted(dock, rows, tmp_path):
+    """Random numbers depend on seed and place only, so tokens are equal; log-probs within 1e-4. Stops at any moment."""
+    folder, longest = make_model(tmp_path / "model", "dense", 3), 60
+    engines = [make_engine("reference", folder, RolloutConfig(max_running=64, timeout_s=60.0)) for _ in range(2)]
+    how = {"seed": 0, "commit_groups": 1, "timeout_s": 60.0, "tracer": QUIET, "group_size": GROUP, "partial_rounds": 3}
+    workers = [RolloutWorker(e, dock, SamplingSpec(longest), name=f"rollout{i}", **how) for i, e in enumerate(engines)]
+    rows.put(6)
+    stops, stopped = np.random.default_rng(1), [0]
+
+    def answer(number: int) -> None:
+        with contextlib.suppress(DeadlineExceeded):
+            while True:
+                got = rows.claim(5, f"rollout{number}", timeout_s=1.0)
+                workers[number].generate(got.claim_id, RowBatch(got.rows, got.group_ids, got.members))
+
+    threads = [threading.Thread(target=answer, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        stopped[0] += workers[int(stops.integers(2))].stop()
+        threads[0].join(float(stops.uniform(0.01, 0.1)))
+    done = rows.claim(6, task="reward", unit="groups")
+    assert len(done) == 6 * GROUP and stopped[0] > 10
+    requests = [
+        GenRequest(str(r), np.array([1, 2], np.int32), SamplingSpec(longest), sample_seed(0, g, m))
+        for r, g, m in zip(done.rows.tolist(), done.group_ids.tolist(), done.members.tolist())
+    ]
+    whole = {int(a.request_id): a for a in engines[0].generate(requests, 60.0)}
+    columns = dock.read(done.rows, ANSWER)
+    for i, row in enumerate(done.rows.tolist()):
+        assert columns["response_ids"][i].tolist() == whole[row].token_ids.tolist()
+        assert np.abs(columns["rollout_logprobs"][i] - whole[row].logprobs).max() < 1e-4
+        assert columns["response_spans"][i].tolist() == [[0, 0, longest]]
+    for engine in engines:
+        engine.close()
 
 
 # -- what the trainer makes of it --------------------------------------------------------------------------------------
