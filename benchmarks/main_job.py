@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import statistics
 import sys
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also where th
 
 import trl_run
 from measured import EDGE, Measured, limiting_part, median_ratio
-from our_side import ROOT, run_ours
+from our_side import ROOT, empty_folder, run_ours
 from plot import draw_curves
 
 from mindspeed_asyncflow.config.load import load_config
@@ -37,7 +36,6 @@ VARIANTS = {
     ONE_AT_A_TIME: ["workflow.max_lag=0", "workflow.overlap=false"],
     STREAMED: ["workflow.max_lag=0", "workflow.overlap=true"],
 }
-MARK = ".main_job"
 QUIET = 0.15  # share of the machine that others may use before a figure is called rough
 
 
@@ -100,17 +98,6 @@ class Comparison:
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def empty_folder(out: Path) -> Path:
-    """`out` without what an earlier call left there; a folder that is not from here is left alone."""
-    mark = out / MARK
-    if out.exists() and any(out.iterdir()) and not mark.exists():
-        raise SystemExit(f"{out} is not empty and was not made by main_job.py; give another --out")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    mark.touch()
-    return out
 
 
 def recorded_install_s() -> float | None:
@@ -213,7 +200,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is under way is ended on the way out
-    out = empty_folder(arguments.out.absolute())
+    out = empty_folder(arguments.out.absolute(), "main_job")
     reason = trl_run.set_up() if arguments.with_trl else ""
     if reason:
         say(reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -24,6 +25,17 @@ PARTS = {
     "publishing weights": "weight_sync/publish_exposed_s",
     "loading weights": "timing_s/update_weights",
 }
+
+
+def empty_folder(out: Path, benchmark: str) -> Path:
+    """`out` without what an earlier call of `benchmark` left there; a folder that is not from it is left alone."""
+    mark = out / f".{benchmark}"
+    if out.exists() and any(out.iterdir()) and not mark.exists():
+        raise SystemExit(f"{out} is not empty and was not made by {benchmark}.py; give another --out")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    mark.touch()
+    return out
 
 
 def foreign_cpu() -> float:

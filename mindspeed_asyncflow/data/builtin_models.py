@@ -45,6 +45,16 @@ BUILTIN = {
     "tiny_qwen2": Architecture(hidden=128, intermediate=384, layers=3, heads=4, kv_heads=2, max_positions=1024),
     # The same with a layer count that pipeline stages divide.
     "tiny_qwen2_4l": Architecture(hidden=128, intermediate=384, layers=4, heads=4, kv_heads=2, max_positions=1024),
+    # The same for tasks with answers of up to 64 tokens or so: batches of like lengths, or padding takes minutes.
+    "tiny_qwen2_long": Architecture(
+        hidden=128,
+        intermediate=384,
+        layers=3,
+        heads=4,
+        kv_heads=2,
+        max_positions=1024,
+        warm_up=WarmUp(steps=300, batch=16, length_pool=8),
+    ),
     "small_qwen2": Architecture(
         hidden=256,
         intermediate=768,
