@@ -182,5 +182,5 @@ def calibrated(here: Costs, measured: Costs, there: Costs) -> Costs:
     was measured (`there`) and `here`. One that the analytic model does not know stays as measured; ratios are no times
     and come from the analytic model."""
     new, old, found = here.to_dict(), there.to_dict(), measured.to_dict()
-    carried = {n: v * new[n] / old[n] if old[n] > 0 else max(v, new[n]) for n, v in found.items()}
+    carried = {n: v * (new[n] / old[n]) if old[n] > 0 else max(v, new[n]) for n, v in found.items()}
     return Costs.of(carried | {name: new[name] for name in ("bubble", "expert_share")})

@@ -111,8 +111,8 @@ class Candidates:
                 yield sizes | {"pipeline_layers": list(best)}
 
     def _train_sides(self, sizes: dict[str, Any], data: int) -> Iterator[Side]:
-        ranks = sizes["tensor_parallel"] * sizes["context_parallel"] * data
-        devices = ranks * sizes["pipeline_parallel"]
+        ranks = sizes["context_parallel"] * data
+        devices = ranks * sizes["tensor_parallel"] * sizes["pipeline_parallel"]
         left = self.devices - self.reference_devices - (0 if self.shared else 1)
         if devices > left or (self.shared and devices != left):
             self.rejected["devices"] += 1
@@ -122,6 +122,7 @@ class Candidates:
                 yield from self._micro_batches(sizes, data, expert, recompute, devices)
 
     def _expert_sizes(self, ranks: int) -> list[int]:
+        """Experts are dealt over context and data ranks; tensor ranks cut every expert."""
         experts = self.work.shape.experts
         if experts is None:
             return [1]
@@ -199,7 +200,7 @@ class Candidates:
         rest = memory.rollout_bytes(config, self.work)
         free = (self.usable - sum(rest.values())) * tensor
         # An answer holds on average its prompt and half of itself, longer ones for longer; a fifth is left for crowds.
-        held = 1.2 * (w.prompt.mean + 0.5 * w.answer.mean_square / w.answer.mean)
+        held = 1.2 * (w.prompt.mean + 0.5 * w.answer.biased_mean)
         running = min(wanted, int(free / (held * per_token))) if free > 0 else 0
         if running < 1 or free < longest * per_token:
             self.rejected["memory"] += 1

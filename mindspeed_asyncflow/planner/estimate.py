@@ -75,7 +75,7 @@ def decode_work_s(config: Config, costs: Costs, workload: Workload) -> float:
     running = float(config.rollout.max_running)
     tokens = share * workload.answer.mean
     # Sum over answers of the context at each of their tokens: prompt x length + length (length - 1) / 2.
-    context = share * (workload.prompt.mean * workload.answer.mean + 0.5 * workload.answer.mean_square)
+    context = share * workload.answer.mean * (workload.prompt.mean + (workload.answer.biased_mean - 1) / 2)
     full = float(costs.decode_s(running, 0.0) * tokens / running + costs.decode_context_s * context)
     if waits_for_longest(config) and groups_per_call(config, workload) * workload.group_size <= running:
         return max(full, calls_s(config, costs, workload))
@@ -85,7 +85,7 @@ def decode_work_s(config: Config, costs: Costs, workload: Workload) -> float:
 def longest_alone_s(costs: Costs, workload: Workload, quantile: float = 0.5) -> float:
     """Least time of the longest answer of a step, generated as the only one; by the median over steps of its length."""
     length = workload.answer.quantile(quantile ** (1 / workload.samples))
-    return float(length * costs.decode_s(1.0, workload.prompt.mean + length / 2))
+    return float(length * costs.decode_s(1.0, workload.prompt.mean + (length - 1) / 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def generation_s(costs: Costs, workload: Workload, samples: float, slots: int) -
     last = min(samples, float(slots))
     first = samples - last  # these run while all slots are taken
     prefill = costs.prefill_s(samples * workload.prompt.mean, samples * workload.prompt.mean_square)
-    context = workload.prompt.mean + 0.5 * workload.answer.mean_square / workload.answer.mean
+    context = workload.prompt.mean + (workload.answer.biased_mean - 1) / 2
     full = first * workload.answer.mean / slots * costs.decode_s(float(slots), slots * context)
     lengths = workload.answer
     ends = lengths.tokens.astype(np.float64)
@@ -143,7 +143,7 @@ def generation_s(costs: Costs, workload: Workload, samples: float, slots: int) -
     alive = np.cumsum(lengths.share[::-1])[::-1]  # share of answers that reach this length
     some = 1.0 - np.maximum(1.0 - alive, 0.0) ** last  # chance that any does
     running = np.where(some > 0, last * alive / np.maximum(some, 1e-300), 1.0)
-    each = costs.decode_s(running, running * (workload.prompt.mean + ends - steps / 2))
+    each = costs.decode_s(running, running * (workload.prompt.mean + ends - (steps + 1) / 2))
     return float(prefill + full + np.sum(steps * some * each))
 
 

@@ -32,6 +32,7 @@ TERMS: dict[str, dict[str, str]] = {
     "claim": {"one": "claim_s"},
 }
 NEEDED = ("generate", "train")
+RIDGE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,12 @@ def fit(points: Sequence[Point]) -> Fit:
 
 def least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     """float64 [k], not negative, with the least sum of squares of `matrix @ x - target` ([n, k], [n]): the active-set
-    method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23)."""
+    method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23). Columns that say nearly the same
+    share what they explain (a ridge of `RIDGE`)."""
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0
-    a = matrix / scale
+    a = np.vstack([matrix / scale, np.sqrt(RIDGE) * np.eye(matrix.shape[1])])
+    target = np.concatenate([target, np.zeros(matrix.shape[1])])
     x = np.zeros(a.shape[1])
     free = np.zeros(a.shape[1], dtype=bool)
     for _ in range(3 * a.shape[1]):

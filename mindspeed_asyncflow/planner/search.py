@@ -102,9 +102,11 @@ def search(
     *,
     devices: int,
     most: int | None = None,
+    prune: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """The candidate for `devices` devices with the shortest simulated step; `most`: simulate at most so many.
+    """The candidate for `devices` devices with the shortest simulated step; `most`: simulate at most so many. Without
+    `prune` nothing is left out for its bound.
 
     Raises `ConfigError` with the counted reasons when nothing fits.
     """
@@ -112,7 +114,7 @@ def search(
     workload = Workload.of(config)
     found = Candidates(config, work, workload, devices)
     pairs = _pairs(found, costs_of, workload, say)
-    race = _Race(simulate, most, margin(config, workload), say)
+    race = _Race(simulate, most, margin(config, workload) if prune else 1.0, say)
     _race(pairs, costs_of, workload, race)
     first, *others = _best_of_each(race.done)
     return Plan(first, others, found.rejected + race.left_out, len(race.done), time.perf_counter() - began)
@@ -195,7 +197,7 @@ class _Race:
         return min((r.step_s for r in self.done), default=math.inf)
 
     def beaten(self, bound_s: float) -> bool:
-        return bound_s * (1 - self.margin) >= self.best_s
+        return self.margin < 1 and bound_s * (1 - self.margin) >= self.best_s
 
     @property
     def full(self) -> bool:
@@ -212,7 +214,7 @@ def _race(pairs: list[_Pair], costs_of: CostsOf, workload: Workload, race: _Race
     likely = [(_rank(pair, costs_of, workload), pair) for pair in pairs[:ESTIMATED]]
     likely.sort(key=lambda item: (item[0].expected.step_s, item[1].bound_s))
     if race.most is not None:
-        likely = _spread(likely)
+        likely = _spread(likely, race.most)
     for candidate, pair in likely:
         if race.beaten(pair.bound_s):
             race.left_out[f"slower bound ({pair.limit})"] += 1
@@ -229,15 +231,15 @@ def _race(pairs: list[_Pair], costs_of: CostsOf, workload: Workload, race: _Race
             race.run(_rank(pair, costs_of, workload))
 
 
-def _spread(likely: list[tuple[Ranked, _Pair]]) -> list[tuple[Ranked, _Pair]]:
-    """Few runs shall see many splits: the k-th candidate with the same rollout counts as 2 k percent slower."""
-    seen: Counter[tuple[int, int]] = Counter()
-    order = []
-    for candidate, pair in likely:
-        r = candidate.config.rollout
-        order.append((candidate.expected.step_s * (1 + 0.01 * seen[r.tensor_parallel, r.replicas]), candidate, pair))
-        seen[r.tensor_parallel, r.replicas] += 2
-    return [(candidate, pair) for _, candidate, pair in sorted(order, key=lambda item: item[0])]
+def _spread(likely: list[tuple[Ranked, _Pair]], most: int) -> list[tuple[Ranked, _Pair]]:
+    """Few runs shall see many splits: half of them, 4 at least, go to the best of each split."""
+    heads, rest = [], []
+    seen: set[tuple[int, int, int]] = set()
+    for item in likely:
+        is_head = item[0].split not in seen and len(heads) < max(4, most // 2)
+        (heads if is_head else rest).append(item)
+        seen.add(item[0].split)
+    return heads + rest
 
 
 def _best_of_each(done: list[Ranked]) -> list[Ranked]:

@@ -64,6 +64,11 @@ class Lengths:
         return float((self.tokens.astype(np.float64) ** 2) @ self.share)
 
     @property
+    def biased_mean(self) -> float:
+        """Mean length of the answer that a token drawn at random belongs to."""
+        return self.mean_square / self.mean
+
+    @property
     def longest(self) -> int:
         return int(self.tokens[-1])
 
