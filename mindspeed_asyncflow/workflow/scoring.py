@@ -14,7 +14,9 @@ from mindspeed_asyncflow.workflow.job import Job
 class Scoring:
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.puts = None if job.config.workflow.overlap else job.book.follow()
+        at_once = not job.config.workflow.overlap
+        self.puts = job.book.follow() if at_once else None
+        self.reference_puts = [job.book.follow() if at_once else None for _ in job.crew.references]
 
     async def score_loop(self) -> None:
         """Whole groups only. One task at a time (`workflow.overlap` false): a whole put at once."""
@@ -57,9 +59,18 @@ class Scoring:
         job.events.note("dropped", group=group, reason="zero_variance")
 
     async def reference_loop(self, index: int) -> None:
-        job = self.job
+        """As `score_loop`, over the references in equal shares."""
+        puts = self.reference_puts[index]
         while True:
-            claim = await job.claim("reference", job.config.workflow.groups_per_step, worker=f"reference{index}")
+            if puts is None:
+                await self.refer(index, self.job.config.workflow.groups_per_step)
+            elif groups := (await puts.get())[index :: len(self.job.crew.references)]:
+                await self.refer(index, len(groups), group_ids=groups, at_least=len(groups))
+
+    async def refer(self, index: int, groups: int, **which: Any) -> None:
+        job = self.job
+        claim = await job.claim("reference", groups, worker=f"reference{index}", **which)
+        with job.recorder.busy(f"reference{index}"):
             busy_s = await job.crew.references[index].logprobs(claim.claim_id, rows_of(claim))
-            job.recorder.referenced(busy_s)
-            job.progressed()
+        job.recorder.referenced(busy_s)
+        job.progressed()
