@@ -78,8 +78,8 @@ class Mirrors:
             if dead is None:
                 return []
             Path(dead.path).unlink(missing_ok=True)
-            others = [i for i in dead.members if i in self.workers and i != index]
-            starting = [i for i in dead.members if i not in self.workers]  # each makes its own mirror
+            left = [i for i in dead.members if i != index]
+            others, starting = ([i for i in left if (i in self.workers) is up] for up in (True, False))
             for heir in others:
                 try:
                     await self._take(dead.place, [heir, *(i for i in others if i != heir), *starting], index)

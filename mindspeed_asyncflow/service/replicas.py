@@ -97,6 +97,7 @@ class Replicas:
             await remote.watch()
         except WorkerLost as error:
             self.up.pop(index, None)
+            self.places.pop(index, None)
             if index in self._belongings:
                 asyncio.get_running_loop().run_in_executor(None, _sweep, *self._belongings.pop(index))
             self.lost(index, error)
