@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_asyncflow.config.feasibility import own_replicas, sharing_replicas
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import WorkerLost
 from mindspeed_asyncflow.observe.progress import Progress
@@ -20,10 +21,10 @@ from mindspeed_asyncflow.planner.workload import Workload
 from mindspeed_asyncflow.reshard.relay_table import RelayTable
 from mindspeed_asyncflow.simulation import clock, faults
 from mindspeed_asyncflow.simulation.dock import SimDock
+from mindspeed_asyncflow.simulation.mirrors import Mirrors
 from mindspeed_asyncflow.simulation.prompts import Prompts
 from mindspeed_asyncflow.simulation.result import LABEL, Mark, Marks, SimulationResult, blocks, idle_of
 from mindspeed_asyncflow.simulation.workers import Law, SimReference, SimRollout, SimScorer, SimTrainer
-from mindspeed_asyncflow.workflow.arrivals import Mirror
 from mindspeed_asyncflow.workflow.job import Crew
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.run import Run
@@ -103,25 +104,25 @@ class Simulation:
         count = s.references if with_reference else 0
         self.references = [SimReference(i, self.dock, costs, s.reference_devices) for i in range(count)]
         late = {f.index for f in self.faults if f.kind == "join"}
-        self.rollouts = {i: self._rollout(i) for i in range(c.rollout.replicas) if i not in late}
+        total = own_replicas(config) + sharing_replicas(config)
+        self.rollouts = {i: self._rollout(i) for i in range(total) if i not in late}
         quiet = progress or Progress(c.trainer.steps, _Nowhere(), live=False)
         loop = asyncio.get_running_loop()
         self.recorder = StepRecorder(c, metrics, NoSamples(), quiet, str, loop.time)  # type: ignore[arg-type]
-        self.mirrors = [] if in_place else mirrors_of(config, costs, self._fetch)
+        self.mirrors = Mirrors(config, 0.0 if in_place else costs.fetch_s, self._fetch, self.rollouts)
         self.sync = WeightSync(
-            [self.rollouts.get(i) for i in range(c.rollout.replicas)],
+            [self.rollouts.get(i) for i in range(total)],
             "float32",
             "simulated",
             TABLE.text,
             update=w.update,
             keep=w.keep_versions,
-            mirrors=self.mirrors,
+            mirrors=self.mirrors.all(),
             busy=self.recorder.busy,
         )
-        shared = shared_replicas(config)
         self.turns: Turns = NoTurns()
-        if shared:
-            mine = {i: r for i, r in self.rollouts.items() if i in shared}
+        if sharing_replicas(config):
+            mine = {i: r for i, r in self.rollouts.items() if i >= own_replicas(config)}
             self.turns = Turns([self.trainer], mine, interrupt=not in_place, emptied=self.sync.emptied)
         crew = Crew(dict(self.rollouts), self.scorer, self.references, [self.trainer], [0], starting=late)
         self.run = Run(
@@ -143,8 +144,7 @@ class Simulation:
     async def go(self) -> None:
         await self.trainer.start(0, [])
         self.sync.publish([await self.trainer.published(0)], expected_of([self.trainer]))
-        if isinstance(self.turns, NoTurns):
-            await self.sync.bring_all_up()
+        await asyncio.gather(*(self._bring_up(i) for i in self.rollouts if not self.turns.shares(i)))
         for rollout in self.rollouts.values():
             rollout.exposed_s, rollout.loads = 0.0, 0
         self.recorder.begin()
@@ -161,6 +161,11 @@ class Simulation:
                 task.result()
         self.recorder.end()
 
+    async def _bring_up(self, index: int) -> None:
+        """As a run starts: replicas with devices of their own load version 0 before the loops begin."""
+        await self.sync.arrivals.wait(index, 0)
+        await self.sync.bring_up(index)
+
     # -- faults ----------------------------------------------------------------------------------------------------
 
     async def _happen(self, fault: faults.Fault) -> None:
@@ -168,6 +173,7 @@ class Simulation:
         index = fault.index
         if fault.kind == "join":
             self.rollouts[index] = self._rollout(index)
+            self.mirrors.joined(index, self.sync)
             self.run.join(index, self.rollouts[index])
             return
         if index not in self.rollouts:
@@ -175,24 +181,15 @@ class Simulation:
         if fault.kind == "slow":
             self.rollouts[index].engine.set_speed(1 / fault.amount)
             return
-        self._pass_mirror_on(index)
         rollout = self.rollouts.pop(index)
+        self.mirrors.lost(index, self.sync, self.rollouts)
+        self.turns.forget(index)
         if fault.kind == "leave":
             await self.run.leave(index)
         else:
             error = WorkerLost(f"rollout{index} died at {fault.at_s:g} s (simulated)")
             rollout.lose(error)
             await self.run.answering.lost(index, error)
-
-    def _pass_mirror_on(self, index: int) -> None:
-        """The process of `index` goes: another one of its node fetches from now on."""
-        for i, mirror in enumerate(self.mirrors):
-            if mirror.replicas[0] == index:
-                rest = tuple(r for r in mirror.replicas if r != index and r in self.rollouts)
-                heir = _mirror(mirror.node, rest, self._fetch) if rest else None
-                self.sync.replace_mirror(index, heir)
-                self.mirrors[i : i + 1] = [heir] if heir else []
-                return
 
     # -- measures --------------------------------------------------------------------------------------------------
 
@@ -254,43 +251,6 @@ class Simulation:
         rows = self.dock.part.rows  # those on their way out have served, their claims have not ended
         missing = self.run.window.open - (rows.count - rows.doomed_count)
         return {"neither trained nor dropped nor there": missing} if missing else {}
-
-
-def mirrors_of(config: Config, costs: Costs, fetch: Any) -> list[Mirror]:
-    """One mirror per node that holds replicas and no trainer. Devices are numbered trainer first, then replicas."""
-    per_node, trainers = config.hardware.device.devices_per_node, config.trainer.world_size
-    if costs.fetch_s <= 0:
-        return []
-    late = {f.index for f in faults.parse(config.simulation.faults, config.rollout.replicas) if f.kind == "join"}
-    shared = shared_replicas(config)
-    nodes: dict[int, list[int]] = {}
-    device = trainers
-    for index in range(config.rollout.replicas):
-        if index not in shared:
-            if device // per_node > (trainers - 1) // per_node:
-                nodes.setdefault(device // per_node, []).append(index)
-            device += config.rollout.tensor_parallel
-    found = []
-    for node, members in nodes.items():
-        members.sort(key=lambda i: i in late)  # one that is there fetches
-        if members[0] not in late:
-            found.append(_mirror(f"node{node}", tuple(members), fetch))
-    return found
-
-
-def _mirror(node: str, members: tuple[int, ...], fetch: Any) -> Mirror:
-    return Mirror(node, members, lambda manifest: fetch(members[0], manifest))
-
-
-def shared_replicas(config: Config) -> set[int]:
-    """Replicas on devices of trainer ranks: all (colocated), or the last ones, as many as fit there (lend)."""
-    w, r = config.workflow, config.rollout
-    if w.schedule == "colocated":
-        return set(range(r.replicas))
-    if not w.lend:
-        return set()
-    count = min(r.replicas, config.trainer.world_size // r.tensor_parallel)
-    return set(range(r.replicas - count, r.replicas))
 
 
 class _Nowhere:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_asyncflow.config.schedules import rules
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.planner.costs import Costs
@@ -52,16 +53,12 @@ def named(config: Config, name: str) -> Config:
     settings = {section: dict(keys) for section, keys in NAMED[name].items()}
     if name == "colocated":
         settings |= _on_all_devices(config)
-    if name == "lend":
-        lent = config.trainer.world_size // config.rollout.tensor_parallel
-        if not lent:
-            raise ConfigError(
-                f"lend: a replica of rollout.tensor_parallel {config.rollout.tensor_parallel} does not fit on the "
-                f"{config.trainer.world_size} devices of the trainer"
-            )
-        settings["rollout"] = {"replicas": config.rollout.replicas + lent}
     settings["workflow"]["keep_versions"] = max(config.workflow.keep_versions, settings["workflow"]["max_lag"] + 1)
-    return with_settings(config, settings)
+    changed = with_settings(config, settings)
+    for level, keys, why in rules(changed):
+        if level == "error":
+            raise ConfigError(f"{name}: {', '.join(keys)}: {why}")
+    return changed
 
 
 def _on_all_devices(config: Config) -> Settings:
@@ -78,69 +75,82 @@ def _on_all_devices(config: Config) -> Settings:
 
 
 def random_schedule(rng: np.random.Generator, seed: int) -> tuple[Config, Costs]:
-    """A small run under random settings of every key that makes a schedule, with random costs, lengths and faults."""
+    """A small run under random settings of every key that makes a schedule, with random costs, lengths and faults; of
+    the combinations that `asyncflow check` lets through."""
+    while True:
+        config = _random_config(rng, seed)
+        if not any(level == "error" for level, _, _ in rules(config)):
+            return config, _random_costs(rng)
 
-    def one(*choices: Any) -> Any:
-        return choices[int(rng.integers(len(choices)))]
 
-    def some(share: float) -> bool:
-        return bool(rng.random() < share)
+def _one(rng: np.random.Generator, *choices: Any) -> Any:
+    return choices[int(rng.integers(len(choices)))]
 
-    lag, update = one(0, 0, 1, 1, 2, 3), one("delayed", "rolling", "in_flight")
+
+def _random_config(rng: np.random.Generator, seed: int) -> Config:
     replicas, group_size = int(rng.integers(1, 6)), int(rng.integers(1, 5))
-    shared = one("", "", "", "", "colocated", "lend")
+    shared = _one(rng, "", "", "", "colocated", "lend")
     longest = int(rng.integers(8, 200))
+    mean = longest / 3
+    lag = 0 if shared == "colocated" else _one(rng, 0, 1, 1, 2, 3)
     workflow = {
         "schedule": "colocated" if shared == "colocated" else "separated",
         "lend": shared == "lend",
         "max_lag": lag,
-        "update": "delayed" if update == "rolling" and replicas == 1 else update,
+        "update": "delayed" if shared == "colocated" else _one(rng, "delayed", "rolling", "in_flight"),
         "keep_versions": max(2, lag + 1),
-        "take": one("issued", "ready"),
-        "stale": one("drop", "drop", "mask"),
-        "oversample": one(1.0, 1.0, 1.25, 2.0),
+        "take": _one(rng, "issued", "ready"),
+        "stale": _one(rng, "drop", "drop", "mask"),
+        "oversample": _one(rng, 1.0, 1.0, 1.25, 2.0),
         "max_refills": int(rng.integers(0, 4)),
-        "partial_rounds": one(None, None, 2, 3),
-        "lanes": int(rng.integers(1, 4)) if update == "in_flight" and lag else 1,
-        "repack_below": one(0, 0, 2, 8),
-        "overlap": lag > 0 or shared != "" or some(0.7),
+        "partial_rounds": _one(rng, None, None, 2, 3),
+        "lanes": _one(rng, 1, 1, 2, 3),
+        "repack_below": _one(rng, 0, 0, 2, 4),
+        "overlap": lag > 0 or bool(rng.random() < 0.7),
         "groups_per_step": int(rng.integers(1, 9)),
     }
-    config = Config.model_validate({
-        "hardware": {"devices": 8, "devices_per_node": one(1, 2, 4)},
-        "algorithm": {"group_size": group_size, "dynamic_sampling": some(0.3), "kl_coef": one(0.0, 0.0, 0.01)},
+    if lag == 0:  # what needs a lag is off, or nearly every draw would be refused
+        workflow |= {"take": "issued", "stale": "drop", "partial_rounds": None, "lanes": 1, "repack_below": 0}
+    return Config.model_validate({
+        "hardware": {"devices": 8, "devices_per_node": _one(rng, 1, 2, 4)},
+        "algorithm": {
+            "group_size": group_size, "dynamic_sampling": bool(rng.random() < 0.3),
+            "kl_coef": _one(rng, 0.0, 0.0, 0.01),
+        },
         "workload": {
-            "prompt_mean": 8, "prompt_p95": 16, "answer_mean": longest / 3,
-            "answer_p95": longest / 3 * one(1.5, 2.5, 3.5),
+            "prompt_mean": 8, "prompt_p95": 16, "answer_mean": mean, "answer_p95": mean * _one(rng, 1.5, 2.5, 3.5),
         },
         "data": {"max_prompt_tokens": 32},
         "rollout": {
-            "replicas": replicas, "max_new_tokens": longest, "max_running": int(rng.integers(group_size, 33)),
+            "engine": "simulated", "replicas": replicas, "max_new_tokens": longest,
+            "max_running": int(rng.integers(group_size, 33)),
         },
         "trainer": {"data_parallel": int(rng.integers(1, 4)), "micro_batch_tokens": 512},
         "workflow": workflow,
         "simulation": {
-            "steps": int(rng.integers(2, 7)), "seed": seed, "flat_share": one(0.0, 0.2, 0.6),
+            "steps": int(rng.integers(2, 7)), "seed": seed, "flat_share": _one(rng, 0.0, 0.2, 0.6),
             "references": int(rng.integers(1, 3)), "faults": _random_faults(rng, replicas),
         },
     })  # fmt: skip
+
+
+def _random_costs(rng: np.random.Generator) -> Costs:
     slow, fast = float(rng.uniform(0.5, 3)), float(rng.uniform(0, 2))
-    costs = Costs(
+    return Costs(
         prefill_token_s=1e-4,
         decode_weights_s=0.02 * slow,
         decode_context_s=1e-5,
         train_token_s=float(rng.uniform(1e-4, 1e-2)),
         optimizer_s=float(rng.uniform(0, 1)),
-        publish_s=fast * one(0.0, 0.5, 5.0),
-        fetch_s=fast * one(0.0, 0.5, 5.0),
-        load_s=fast * one(0.0, 0.5, 2.0),
+        publish_s=fast * _one(rng, 0.0, 0.5, 5.0),
+        fetch_s=fast * _one(rng, 0.0, 0.5, 5.0),
+        load_s=fast * _one(rng, 0.0, 0.5, 2.0),
         forward_token_s=1e-4,
         score_row_s=float(rng.uniform(0, 0.05)),
         give_s=fast * 0.3,
         take_s=fast * 0.3,
-        claim_s=one(0.0, 0.001),
+        claim_s=_one(rng, 0.0, 0.001),
     )
-    return config, costs
 
 
 def _random_faults(rng: np.random.Generator, replicas: int) -> list[str]:
