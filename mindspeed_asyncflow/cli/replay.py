@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mindspeed_asyncflow.errors import ConfigError
+from mindspeed_asyncflow.workflow.record import open_run
+
 NAME = "replay"
 HELP = "train the record of a run again and compare every version bit for bit"
 EXAMPLES = """  asyncflow replay runs/latest
@@ -22,11 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
     return number
 
 
 def run(arguments: argparse.Namespace) -> int:
+    config, record, there = open_run(arguments.run_folder)
+    steps = arguments.steps or there
+    if steps > there:
+        raise ConfigError(f"--steps {steps}: {arguments.run_folder} has {there} recorded steps (observe.events_mb)")
+    # Only now: Ray and what it loads take seconds, and a mistake is answered at once.
     from mindspeed_asyncflow.service.replaying import replay
 
-    return replay(arguments.run_folder, arguments.steps, arguments.out)
+    return replay(arguments.run_folder, config, record, steps, arguments.out)

@@ -9,11 +9,10 @@ import signal
 import time
 from pathlib import Path
 
-from mindspeed_asyncflow.config.load import dump_resolved, load_config
+from mindspeed_asyncflow.config.load import dump_resolved
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.data.builtin_models import ensure_model
 from mindspeed_asyncflow.dock.client import DockClient
-from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.observe.log import close_logging, setup_logging
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.trace import configure
@@ -23,38 +22,30 @@ from mindspeed_asyncflow.service.placement import demands
 from mindspeed_asyncflow.service.processes import Processes
 from mindspeed_asyncflow.service.relays import plan_relays
 from mindspeed_asyncflow.service.workers import Workers
-from mindspeed_asyncflow.workflow.events import digest_of, surroundings
-from mindspeed_asyncflow.workflow.record import Record, read_record
-from mindspeed_asyncflow.workflow.replay import Replay, Verdict, recorded_steps
+from mindspeed_asyncflow.workflow.events import surroundings
+from mindspeed_asyncflow.workflow.record import Record
+from mindspeed_asyncflow.workflow.replay import Replay, Verdict
 
 SAME, DIFFERENT = 0, 1
 
 
-def replay(run: Path, steps: int | None = None, out: Path | None = None) -> int:
-    """Repeat the first `steps` steps (default: all that are recorded) of the run in the folder `run`.
+def replay(run: Path, config: Config, record: Record, steps: int, out: Path | None = None) -> int:
+    """Repeat the first `steps` steps of the run in the folder `run`, whose settings and record are given.
 
     0: every version has the same bytes and every metric the same bits; 1: something differs, the first difference is
-    printed. What is written goes to `out`, a new folder (default: a dated one in `run`/replays). Raises ConfigError
-    for a folder that is no run or has no record, RecordError for a torn one.
+    printed. What is written goes to `out`, a new folder (default: a dated one in `run`/replays).
     """
-    folder = RunFolder(run)
-    config, record = _read(folder)
-    there = recorded_steps(record, folder.events, config.trainer.data_parallel)
-    if steps is not None and steps > there:
-        raise ConfigError(f"--steps {steps}: {run} has {there} recorded steps (observe.events_mb)")
-    steps = there if steps is None else steps
     signal.signal(signal.SIGTERM, _stop)
     results = RunFolder.create_at(out or run / "replays" / time.strftime("%Y%m%d-%H%M%S"), dump_resolved(config))
     setup_logging("driver", results.log, write=_say)
     configure(results.trace, "driver", enabled=False)
     try:
-        verdict = _run(_alone(config), record, folder, results, steps)
+        verdict = _run(_alone(config), record, RunFolder(run), results, steps)
     finally:
         close_logging()
-    text = _words(verdict, record, there)
     said = {"repeated": verdict.repeated, "recorded": len(record.steps), "difference": verdict.difference}
     results.summary.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-    _say(text)
+    _say(_words(verdict, record))
     return DIFFERENT if verdict.difference else SAME
 
 
@@ -64,18 +55,6 @@ def _stop(number: int, frame: object) -> None:
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-def _read(folder: RunFolder) -> tuple[Config, Record]:
-    if not folder.config.is_file():
-        raise ConfigError(f"{folder.path} is no run folder: it has no config.yaml")
-    if not (folder.events / "events.jsonl").is_file():
-        raise ConfigError(f"{folder.path} has no record of events: they are recorded where observe.events is true")
-    config = load_config(folder.config)
-    record = read_record(folder.events / "events.jsonl")
-    if digest_of(folder.config.read_text(encoding="utf-8")) != record.config:
-        raise ConfigError(f"{folder.config} was changed after the run had begun: the record does not belong to it")
-    return config, record
 
 
 def _alone(config: Config) -> Config:
@@ -129,19 +108,14 @@ async def _main(workers: Workers, model_folder: str, record: Record, folder: Run
     return verdict
 
 
-def _words(verdict: Verdict, record: Record, there: int) -> str:
-    if verdict.difference:
-        lines = [f"differs: {verdict.difference}", f"{verdict.repeated} versions before it repeated bit for bit"]
-        now = surroundings()
-        lines += [
-            f"recorded with {name} {record.surroundings[name]}, repeated with {now[name]}: this may be why"
-            for name in now
-            if record.surroundings[name] != now[name]
-        ]
-        return "\n".join(lines)
-    text = f"{verdict.repeated} versions repeated bit for bit"
-    if there < len(record.steps):
-        text += (
-            f"; the samples of the {len(record.steps) - there} versions after them are not there (observe.events_mb)"
-        )
-    return text
+def _words(verdict: Verdict, record: Record) -> str:
+    if not verdict.difference:
+        return f"{verdict.repeated} of {len(record.steps)} recorded versions repeated bit for bit"
+    now = surroundings()
+    lines = [f"differs: {verdict.difference}", f"{verdict.repeated} versions before it repeated bit for bit"]
+    lines += [
+        f"recorded with {name} {record.surroundings[name]}, repeated with {now[name]}: this may be why"
+        for name in now
+        if record.surroundings[name] != now[name]
+    ]
+    return "\n".join(lines)

@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindspeed_asyncflow.errors import RecordError
-from mindspeed_asyncflow.workflow.events import FORMAT
+from mindspeed_asyncflow.config.load import load_config
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.errors import ConfigError, RecordError
+from mindspeed_asyncflow.observe.run_folder import RunFolder
+from mindspeed_asyncflow.workflow.events import FORMAT, digest_of
+from mindspeed_asyncflow.workflow.sample_log import is_recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,35 @@ class Record:
     published: dict[int, dict[str, Any]] = field(default_factory=dict)  # by version, as `events.manifest_fields`
     steps: list[Step] = field(default_factory=list)  # those whose version was published, from the first one on
     torn: bool = False  # the last line is not whole: the run was killed
+
+
+def open_run(run: Path) -> tuple[Config, Record, int]:
+    """Settings, record and number of steps that can be repeated (at least one) of the run in the folder `run`.
+
+    Raises ConfigError for a folder that is no run, has no record, or has other settings than those that were recorded;
+    RecordError as `read_record`.
+    """
+    folder = RunFolder(run)
+    if not folder.config.is_file():
+        raise ConfigError(f"{run} is no run folder: it has no config.yaml")
+    events = folder.events / "events.jsonl"
+    if not events.is_file():
+        raise ConfigError(f"{run} has no record of events: they are recorded where observe.events is true")
+    config, record = load_config(folder.config), read_record(events)
+    if digest_of(folder.config.read_text(encoding="utf-8")) != record.config:
+        raise ConfigError(f"{folder.config} was changed after the run had begun: the record does not belong to it")
+    there = recorded_steps(record, folder.events, config.trainer.data_parallel)
+    if not there:
+        raise ConfigError(f"no step of {run} is recorded with its samples (observe.events_mb)")
+    return config, record, there
+
+
+def recorded_steps(record: Record, samples: Path, replicas: int) -> int:
+    """Steps from the first one on whose samples are there."""
+    for count, step in enumerate(record.steps):
+        if not is_recorded(samples, step.version - 1, replicas):
+            return count
+    return len(record.steps)
 
 
 def read_record(path: Path) -> Record:

@@ -25,7 +25,7 @@ from mindspeed_asyncflow.reshard.relay import assemble
 from mindspeed_asyncflow.reshard.relay_table import RelayTable
 from mindspeed_asyncflow.workflow.events import exact_sums, manifest_fields, optim_fields
 from mindspeed_asyncflow.workflow.record import Chunk, Record, Step
-from mindspeed_asyncflow.workflow.sample_log import StepSamples, is_recorded, read_step
+from mindspeed_asyncflow.workflow.sample_log import StepSamples, read_step
 
 PARTITION = "replay"
 Row = tuple[int, int]  # group, member
@@ -147,14 +147,6 @@ class Replay:
     async def _all_ranks(self, method: str, *args: Any) -> list[Any]:
         calls = asyncio.gather(*(getattr(trainer, method)(*args) for trainer in self.trainers))
         return list(await within(calls, self.config.workflow.watchdog_s, f"the trainer ranks to {method}"))
-
-
-def recorded_steps(record: Record, samples: Path, replicas: int) -> int:
-    """Steps from the first one on whose samples are there."""
-    for count, step in enumerate(record.steps):
-        if not is_recorded(samples, step.version - 1, replicas):
-            return count
-    return len(record.steps)
 
 
 async def within(work: Awaitable[T], limit_s: float, whom: str) -> T:

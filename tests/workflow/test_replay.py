@@ -26,8 +26,8 @@ from mindspeed_asyncflow.reshard.relay_plan import write_plan
 from mindspeed_asyncflow.workflow import batcher
 from mindspeed_asyncflow.workflow.events import EventLog
 from mindspeed_asyncflow.workflow.publisher import Publisher
-from mindspeed_asyncflow.workflow.record import read_record
-from mindspeed_asyncflow.workflow.replay import Replay, recorded_steps
+from mindspeed_asyncflow.workflow.record import read_record, recorded_steps
+from mindspeed_asyncflow.workflow.replay import Replay
 from mindspeed_asyncflow.workflow.sample_log import SampleLog, file_of, read_step
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
 from tests.workflow.fakes import QUIET, FakeTrain, Local
