@@ -95,6 +95,9 @@ def findings(config: Config, machine: Machine, model: ModelShape | None) -> Iter
     if config.dock.port and not machine.port_is_free(config.dock.port):
         message = f"port {config.dock.port} is in use; take another, or 0 for any free one"
         yield "error", ("dock.port",), message
+    if in_place(config) and on_npu(config, machine):
+        message = "engine reference computes on CPUs, and in place it would share NPUs; set rollout.engine to vllm"
+        yield "error", ("workflow.schedule", "rollout.engine"), message
     if model is not None:
         yield from _rollout_split(config, model)
     if model is not None and config.rollout.engine == "vllm" and not on_npu(config, machine):
@@ -130,18 +133,21 @@ def _files(config: Config) -> Iterator[Raw]:
 
 def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
     t, r = config.trainer, config.rollout
-    rollout_ranks = r.replicas * r.tensor_parallel
+    sharing = 0 if in_place(config) else sharing_replicas(config)  # processes beside those of the trainer ranks
     keys = (
         *(f"trainer.{axis}_parallel" for axis in ("tensor", "pipeline", "context", "data")),
         "rollout.replicas",
         "rollout.tensor_parallel",
     )
-    made_of = f"{t.world_size} trainer ranks + {r.replicas} rollout replicas x {r.tensor_parallel}"
-    ranks = t.world_size + rollout_ranks
+    made_of = f"{t.world_size} trainer ranks + {own_replicas(config)} rollout replicas x {r.tensor_parallel}"
     if on_npu(config, machine):
+        ranks = t.world_size + needed_replicas(config) * r.tensor_parallel
         if ranks > machine.npus:
             yield "error", ("run.platform", *keys), f"{ranks} NPUs wanted ({made_of}), {machine.npus} available"
         return
+    if sharing:
+        made_of += f" + {sharing} on the trainer's devices"
+    rollout_ranks = (own_replicas(config) + sharing) * r.tensor_parallel
     for key, threads in (("trainer.threads", t.threads), ("rollout.threads", r.threads)):
         if threads > machine.cpus:
             yield "error", (key,), f"{threads} CPUs wanted by each process, {machine.cpus} available"
@@ -154,7 +160,7 @@ def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
     if config.run.ray_cpus and config.run.ray_cpus > machine.cpus:
         yield "error", ("run.ray_cpus",), f"{config.run.ray_cpus:g} CPUs wanted, {machine.cpus} available"
     limit = MAX_PROCESSES_PER_CPU * machine.cpus
-    processes = ranks + config.reward.workers
+    processes = t.world_size + rollout_ranks + config.reward.workers
     if processes > limit:
         yield (
             "error",
@@ -162,7 +168,7 @@ def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
             f"{processes} processes wanted ({made_of}, {config.reward.workers} scorers), at most {limit} make sense "
             f"on the {machine.cpus} CPUs available",
         )
-    wanted = t.world_size * t.threads + rollout_ranks * r.threads
+    wanted = t.world_size * t.threads + own_replicas(config) * r.tensor_parallel * r.threads  # the others take turns
     if machine.cpus < wanted <= limit:
         yield "warning", keys, f"{wanted} CPUs wanted ({made_of}), {machine.cpus} available: they take turns"
 
@@ -182,20 +188,26 @@ def _libraries(config: Config, machine: Machine) -> Iterator[Raw]:
 def memory_bytes(config: Config, machine: Machine, model: ModelShape | None) -> dict[str, int]:
     """Least host memory by kind, in bytes; weights only where the model is known (on NPU they live on devices)."""
     t, r = config.trainer, config.rollout
+    replicas, sharing = own_replicas(config) + sharing_replicas(config), sharing_replicas(config)
+    engines = 0 if in_place(config) else replicas  # processes of their own
     parts = {
         "trainer processes": t.world_size * TRAINER_RANK_BYTES,
-        "rollout processes": r.replicas * r.tensor_parallel * REPLICA_BYTES[r.engine],
+        "rollout processes": engines * r.tensor_parallel * REPLICA_BYTES[r.engine],
         "dock arena": config.dock.arena_mb * config.dock.pairs * MIB,
     }
     count = model.parameters if model else 0
     width = DTYPE_BYTES[config.model.dtype]
-    parts["weight relay"] = (config.workflow.keep_versions + 1) * count * width  # one is written
+    kept = 0 if in_place(config) else config.workflow.keep_versions + 1  # one is written
+    parts["weight relay"] = kept * count * width
+    # Per replica of the model: weights, two moments, and fp32 masters beside bf16 weights.
+    per_parameter = width + 8 + (4 if width == 2 else 0)
+    trained = t.data_parallel * t.context_parallel * count
+    if sharing:
+        parts["train state on the host, while others have its devices"] = trained * per_parameter
     if not on_npu(config, machine):
-        parts["key/value caches"] = r.replicas * r.kv_cache_mb * MIB
-        parts["rollout weights"] = r.replicas * count * width
-        # Per replica of the model: weights, fp32 gradients and two moments, and fp32 masters beside bf16 weights.
-        per_parameter = width + 12 + (4 if width == 2 else 0)
-        parts["trainer weights, gradients, optimizer"] = t.data_parallel * t.context_parallel * count * per_parameter
+        parts["key/value caches"] = replicas * r.kv_cache_mb * MIB
+        parts["rollout weights"] = replicas * count * width
+        parts["trainer weights, gradients, optimizer"] = trained * (per_parameter + 4)  # fp32 gradients
     return parts
 
 

@@ -1,0 +1,56 @@
+"""What a run takes when trainer and replicas share devices, or some replicas may come later."""
+
+from dataclasses import replace
+
+from mindspeed_asyncflow.config import parse_config
+from mindspeed_asyncflow.config.feasibility import memory_bytes, needed_replicas, own_replicas, sharing_replicas
+from mindspeed_asyncflow.config.model import describe
+from tests.config.test_checks import BOX, TINY, errors
+
+NPUS = replace(BOX, npus=4)
+MODEL = describe(TINY)
+COLOCATED = ["workflow.schedule=colocated", "workflow.max_lag=0", "trainer.data_parallel=4", "rollout.replicas=4"]
+LEND = ["workflow.lend=true", "trainer.data_parallel=2", "rollout.replicas=2"]
+
+
+def replicas(*overrides):
+    config = parse_config("", overrides)
+    return own_replicas(config), sharing_replicas(config), needed_replicas(config)
+
+
+def test_replicas_are_counted_by_whose_devices_they_use():
+    assert replicas("rollout.replicas=3") == (3, 0, 3)
+    assert replicas("rollout.replicas=3", "rollout.min_replicas=2") == (3, 0, 2)
+    assert replicas(*COLOCATED) == (0, 4, 0)
+    assert replicas(*LEND) == (2, 2, 2)
+    assert replicas(*LEND, "rollout.tensor_parallel=2") == (2, 1, 2)
+
+
+def test_shared_devices_count_once():
+    npu = "run.platform=npu"
+    assert errors(npu, *COLOCATED, machine=NPUS) == {}
+    assert errors(npu, *LEND, machine=NPUS) == {}
+    assert "5 NPUs wanted" in errors(npu, *LEND, "rollout.replicas=3", machine=NPUS)["run.platform"]
+
+
+def test_replicas_that_may_come_later_need_no_device_yet():
+    wanted = ["run.platform=npu", "rollout.replicas=8"]
+    assert "9 NPUs wanted" in errors(*wanted, machine=NPUS)["run.platform"]
+    assert errors(*wanted, "rollout.min_replicas=3", machine=NPUS) == {}
+
+
+def test_the_plain_torch_engine_cannot_share_npus():
+    said = errors("run.platform=npu", *COLOCATED, "rollout.engine=reference", machine=NPUS)
+    assert "set rollout.engine to vllm" in said["workflow.schedule"]
+
+
+def test_memory_counts_engines_of_all_replicas_and_the_train_state_that_is_swapped_out():
+    own, lent = (memory_bytes(parse_config("", [*LEND, f"workflow.lend={on}"]), BOX, MODEL) for on in ("false", "true"))
+    swapped = "train state on the host, while others have its devices"
+    assert swapped not in own
+    assert lent[swapped] == 2 * MODEL.parameters * (4 + 8)  # float32 weights and two moments, twice
+    assert lent["rollout weights"] == 2 * own["rollout weights"] > 0
+    assert lent["rollout processes"] == 2 * own["rollout processes"] > 0
+    in_place = memory_bytes(parse_config("", [*COLOCATED, "rollout.engine=reference"]), BOX, MODEL)
+    assert (in_place["rollout processes"], in_place["weight relay"]) == (0, 0)
+    assert in_place["rollout weights"] == 4 * MODEL.parameters * 4
