@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_asyncflow.config.schema import Config
-from mindspeed_asyncflow.service.actors import spawn
+from mindspeed_asyncflow.errors import WorkerLost
+from mindspeed_asyncflow.service.actors import BESIDE, Part, spawn
 from mindspeed_asyncflow.service.placement import Cluster
 
 pytestmark = pytest.mark.slow
@@ -33,11 +35,18 @@ class Worker:
         return self.same_thread()
 
 
-@pytest.fixture
-def cluster(monkeypatch):
+class Two:
+    """A worker that is made of two."""
+
+    def __init__(self):
+        self.first, self.second = Worker(), Worker()
+
+
+@pytest.fixture(scope="module")
+def cluster():
     before = dict(os.environ)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where its processes find `Worker`
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # where its processes find `Worker`
     made = Cluster(Config(), "cpu")
     made.make_folder()
     try:
@@ -64,3 +73,32 @@ def test_a_call_aside_runs_beside_the_one_thread_that_serves_all_others(cluster)
     threads, aside, computed, seconds = asyncio.run(scenario())
     assert all(threads) and computed and not aside
     assert seconds < 10
+
+
+def test_two_workers_of_one_process_have_threads_of_their_own(cluster):
+    """A trainer rank and the replica on its device: answers do not wait for the trainer's thread, nor use it."""
+
+    async def scenario():
+        whole = await spawn("device0", resources={}, aside=("published",), beside=2).build(Two)
+        first = Part(whole, "first", "trainer0", aside=("published",))
+        second = Part(whole, "second", "rollout0", BESIDE)
+        computing = asyncio.ensure_future(second.compute())
+        same = await first.same_thread(), await second.same_thread()
+        await second.published()
+        return same, await computing, await whole.get("first.thread") == await whole.get("second.thread")
+
+    assert asyncio.run(scenario()) == ((True, False), False, True)
+
+
+def test_the_death_of_a_process_is_noticed_while_nobody_calls_it(cluster):
+    async def scenario():
+        worker = await spawn("rollout0", resources={}).build(Worker)
+        watching = asyncio.ensure_future(worker.watch())
+        assert await worker.same_thread() and not watching.done()
+        began = time.monotonic()
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match=rf"rollout0 \(process {worker.pid}\) died"):
+            await asyncio.wait_for(watching, 20)
+        return time.monotonic() - began
+
+    assert asyncio.run(scenario()) < 10
