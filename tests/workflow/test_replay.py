@@ -62,6 +62,8 @@ class Summing(FakeTrain):
         return {"actor/tokens_count": sum(b.num_valid_tokens for b in micro_batches), "actor/loss_sum": float("nan")}
 
     def optim_step(self, denominator):
+        if not denominator:
+            return OptimReport(False, 0.0, 0.1)
         norm = float(self.gradient.norm() / denominator)
         self.weight -= self.gradient / denominator
         self.gradient.zero_()
@@ -116,29 +118,41 @@ class Bench:
 def settings(**workflow):
     return Config.model_validate(
         {
-            "trainer": {"steps": 3, "data_parallel": REPLICAS, "micro_batch_tokens": 12},
+            "trainer": {"data_parallel": REPLICAS, "micro_batch_tokens": 12},
             "algorithm": {"group_size": 2},
             "workflow": {"groups_per_step": GROUPS, "max_lag": 1, "watchdog_s": 5.0} | workflow,
         }
     )
 
 
-def rows_of(step, rng):
-    """Columns of a step's rows as rollout and scorer write them."""
+def rows_of(step, rng, oldest=0, newest=0):
+    """Columns of a step as rollout and scorer write them; `oldest` sampled the first token, `newest` the others."""
     count = 2 * GROUPS
     lengths = rng.integers(1, 6, count)
     return {
         "prompt_ids": Ragged.from_rows([np.array([step + 1, g], np.int32) for g in range(GROUPS)], "int32"),
         "response_ids": Ragged.from_rows([rng.integers(1, 50, n).astype(np.int32) for n in lengths], "int32"),
         "rollout_logprobs": Ragged.from_rows([rng.normal(size=n).astype(np.float32) for n in lengths], "float32"),
+        "response_spans": Ragged.from_flat(*spans_of(oldest, newest, lengths)),
         "finish": np.zeros(count, np.uint8),
         "reward": rng.normal(size=count).astype(np.float32),
         "advantage": rng.normal(size=count).astype(np.float32),
     }
 
 
+def sampled(step, config):
+    """(oldest, newest) version of the rows of a step: in runs that mask, the first token is older than allowed."""
+    newest = max(0, step - 1)
+    return max(0, newest - (config.workflow.stale == "mask")), newest
+
+
+def spans_of(oldest, newest, lengths):
+    rows = [[[oldest, 0, 1], [newest, 1, n]] if n > 1 else [[oldest, 0, 1]] for n in lengths.tolist()]
+    return np.array([span for row in rows for span in row], np.int32), np.cumsum([0, *map(len, rows)])
+
+
 async def train(bench, config, events):
-    """A run of three steps of two chunks, as the loops do it; the rows of a step were sampled one version earlier."""
+    """A run of three steps of two chunks and a fourth one without rows, as the loops do it."""
     rng = np.random.default_rng(7)
     events.note("begun", config="trainer: {}")
     await bench.all("start", 0, [])
@@ -148,49 +162,58 @@ async def train(bench, config, events):
         events.note("published", manifest=assemble(version, bench.table, bench.path, [s.checksums for s in shards]))
 
     await publish(0)
-    for step in range(config.trainer.steps):
-        ids = np.arange(GROUPS) + step * GROUPS
-        sampled = np.full(2 * GROUPS, max(0, step - 1), np.int32)
-        bench.dock.put(
-            "train", ids, [2] * GROUPS, [2] * GROUPS, [0, 1] * GROUPS, rows_of(step, rng), versions=(sampled, sampled)
-        )
+    for step in range(4):
+        if step < 3:
+            put(bench, step, config, rng)
         tokens = samples = 0
-        for _ in range(2):
-            claim = bench.dock.claim("train", 2, partition="train", worker="trainer", unit="groups", at_least=2)
-            infos = [
-                batcher.RowInfo(*map(int, row)) for row in zip(claim.rows, claim.group_ids, claim.members, claim.tokens)
-            ]
-            plan = batcher.plan(infos, REPLICAS, config.trainer.micro_batch_tokens)
-            versions = dict(zip(claim.rows.tolist(), zip(claim.version_min.tolist(), claim.version_max.tolist())))
-            groups = {i.row: (i.group_id, i.member) for i in infos}
-            reports = await bench.all("train", plan, versions, groups, 0)
-            sums = [r.sums for r in reports]
-            events.note(
-                "trained", step=step, plan=plan, groups=groups, versions=versions, sums=sums, oldest_allowed=None
-            )
-            bench.dock.done(claim.claim_id)
-            bench.dock.free(claim.rows)
+        for _ in range(2 if step < 3 else 0):
+            sums = await train_chunk(bench, step, config, events)
             tokens += int(sum(s["actor/tokens_count"] for s in sums))
-            samples += len(infos)
+            samples += GROUPS
         finish = await bench.all("finish", step + 1, tokens, samples)
         events.note("finished", version=step + 1, tokens=tokens, samples=samples, optim=finish[0].optim)
         await publish(step + 1)
+
+
+def put(bench, step, config, rng):
+    ids, (oldest, newest) = np.arange(GROUPS) + step * GROUPS, sampled(step, config)
+    values = rows_of(step, rng, oldest, newest)
+    versions = tuple(np.full(2 * GROUPS, version, np.int32) for version in (oldest, newest))
+    bench.dock.put("train", ids, [2] * GROUPS, [2] * GROUPS, [0, 1] * GROUPS, values, versions=versions)
+
+
+async def train_chunk(bench, step, config, events):
+    claim = bench.dock.claim("train", 2, partition="train", worker="trainer", unit="groups", at_least=2)
+    rows = zip(claim.rows, claim.group_ids, claim.members, claim.tokens)
+    infos = [batcher.RowInfo(*map(int, row)) for row in rows]
+    plan = batcher.plan(infos, REPLICAS, config.trainer.micro_batch_tokens)
+    versions = dict(zip(claim.rows.tolist(), zip(claim.version_min.tolist(), claim.version_max.tolist())))
+    groups = {i.row: (i.group_id, i.member) for i in infos}
+    law = step - config.workflow.max_lag if config.workflow.stale == "mask" else None
+    sums = [r.sums for r in await bench.all("train", plan, versions, groups, 0, law)]
+    events.note("trained", step=step, plan=plan, groups=groups, versions=versions, sums=sums, oldest_allowed=law)
+    bench.dock.done(claim.claim_id)
+    bench.dock.free(claim.rows)
+    return sums
+
+
+def record(folder, config):
+    with contextlib.ExitStack() as stack:
+        bench = Bench(config, stack, logs=[SampleLog(folder, replica, 1 << 20) for replica in range(REPLICAS)])
+
+        async def main():
+            events = EventLog(folder / "events.jsonl")
+            await train(bench, config, events)
+            events.close()
+
+        asyncio.run(main())
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     """The folder of events of a run."""
     folder = tmp_path_factory.mktemp("run") / "events"
-    with contextlib.ExitStack() as stack:
-        logs = [SampleLog(folder, replica, 1 << 20) for replica in range(REPLICAS)]
-        bench = Bench(settings(), stack, logs=logs)
-
-        async def main():
-            events = EventLog(folder / "events.jsonl")
-            await train(bench, settings(), events)
-            events.close()
-
-        asyncio.run(main())
+    record(folder, settings())
     return folder
 
 
@@ -206,12 +229,12 @@ def recorded(original, tmp_path):
 
 def replay(folder, config=None, engines=None, steps=None):
     config = config or settings()
-    record = read_record(folder / "events.jsonl")
-    there = recorded_steps(record, folder, REPLICAS)
+    found = read_record(folder / "events.jsonl")
+    there = recorded_steps(found, folder, REPLICAS)
     said = []
     with contextlib.ExitStack() as stack:
         bench = Bench(config, stack, engines)
-        again = Replay(config, record, folder, bench.dock, bench.trainers, [0, 1], bench.path, bench.table, said.append)
+        again = Replay(config, found, folder, bench.dock, bench.trainers, [0, 1], bench.path, bench.table, said.append)
         verdict = asyncio.run(again.run(there if steps is None else steps))
         assert verdict.difference or bench.dock.stats()["used_bytes"] == 0
     assert len(said) == verdict.repeated
@@ -234,7 +257,7 @@ def edit_samples(folder, step, replica, change):
 
 def test_a_recorded_run_is_repeated_bit_for_bit(recorded):
     verdict = replay(recorded)
-    assert (verdict.repeated, verdict.difference) == (3, "")
+    assert (verdict.repeated, verdict.difference) == (4, "")
 
 
 def test_only_the_first_steps_where_so_many_are_asked_for(recorded):
@@ -294,9 +317,17 @@ def test_rows_older_than_the_law_allows_are_refused_as_they_would_be_in_a_run(re
         replay(recorded)
 
 
-def test_masked_runs_may_train_rows_with_older_tokens(recorded):
-    edit_samples(recorded, 2, 0, lambda arrays: arrays["row.oldest"].fill(0))
-    assert replay(recorded, settings(stale="mask")).repeated == 3
+def test_a_run_that_masked_old_tokens_is_repeated_with_the_same_masks(tmp_path):
+    record(tmp_path, settings(stale="mask"))
+    assert replay(tmp_path, settings(stale="mask")).repeated == 4
+
+    def change(events):
+        next(e for e in events if e["kind"] == "trained" and e["step"] == 2)["oldest_allowed"] = 0
+        return events
+
+    edit_events(tmp_path, change)
+    verdict = replay(tmp_path, settings(stale="mask"))
+    assert verdict.repeated == 2 and "actor/tokens_count was" in verdict.difference
 
 
 def test_a_step_without_recorded_samples_ends_what_can_be_repeated(recorded):
@@ -323,9 +354,9 @@ def test_a_flipped_byte_in_the_samples_is_found_when_they_are_read(recorded):
 def test_the_torn_last_line_of_a_killed_run_is_left_out(recorded):
     path = recorded / "events.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
-    record = read_record(path)
-    assert record.torn and [step.version for step in record.steps] == [1, 2]
-    assert replay(recorded).repeated == 2
+    found = read_record(path)
+    assert found.torn and [step.version for step in found.steps] == [1, 2, 3]
+    assert replay(recorded).repeated == 3
 
 
 def test_a_torn_line_before_others_is_an_error(recorded):
