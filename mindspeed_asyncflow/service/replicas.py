@@ -16,6 +16,8 @@ from mindspeed_asyncflow.service.relays import Place
 
 PLACED_S = 5.0  # replicas beyond the needed ones get this long to say where they run
 
+GRACE_S = 1.0  # child processes of a dead replica get this long to end by themselves
+
 
 class Replicas:
     """`remotes`: processes by index of the replica; `needed`: how many must be up before the run starts. `build` makes
@@ -127,6 +129,6 @@ def _belongings(pid: int) -> tuple[list[psutil.Process], set[Path]]:
 
 def _sweep(processes: list[psutil.Process], files: set[Path]) -> None:
     """What a dead replica left: its processes, and the shared memory that nobody else uses."""
-    cleanup.end_processes(processes, grace_s=1.0)
+    cleanup.end_processes(processes, GRACE_S)
     for file in files - cleanup.shared_files(list(psutil.process_iter())):
         file.unlink(missing_ok=True)
