@@ -105,14 +105,12 @@ class Blocks:
         """Forward and backward over rows of a claim, as a step of the train loop takes them."""
         claim, t = rows.claim, self.config.trainer
         picked = np.argsort(claim.group_ids, kind="stable")[chosen]
-        infos = [
-            batcher.RowInfo(int(claim.rows[i]), int(claim.group_ids[i]), int(claim.members[i]), int(claim.tokens[i]))
-            for i in picked
-        ]
+        rows_of, groups_of, members = claim.rows[picked], claim.group_ids[picked], claim.members[picked]
+        infos = batcher.RowInfos(rows_of, groups_of, members, claim.tokens[picked])
         began = time.perf_counter()
         plan = batcher.plan(infos, 1, micro_batch_tokens, t.pipeline_parallel if t.virtual_pipeline else 1)
-        versions = {i.row: (0, 0) for i in infos}
-        groups = {i.row: (i.group_id, i.member) for i in infos}
+        versions = dict.fromkeys(rows_of.tolist(), (0, 0))
+        groups = dict(zip(rows_of.tolist(), zip(groups_of.tolist(), members.tolist())))
         await asyncio.gather(*(w.train(plan, versions, groups, 0) for w in self.session.trainers))
         await self.dock.read(claim.rows[picked], ["reward"])
         tokens = claim.tokens[picked]

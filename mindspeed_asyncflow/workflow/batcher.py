@@ -17,18 +17,16 @@ from mindspeed_asyncflow.records import MicroBatch, TrainSample
 
 
 @dataclass(frozen=True, slots=True)
-class RowInfo:
-    """What the plan needs to know of a row."""
+class RowInfos:
+    """What the plan needs to know of rows, [n] each."""
 
-    row: int
-    group_id: int
-    member: int
-    tokens: int  # prompt + response
+    rows: np.ndarray  # int64
+    group_ids: np.ndarray  # int64
+    members: np.ndarray  # int32
+    tokens: np.ndarray  # int64, prompt + response
 
 
-def plan(
-    rows: Sequence[RowInfo], data_parallel: int, max_tokens: int, count_multiple: int = 1
-) -> list[list[list[int]]]:
+def plan(infos: RowInfos, data_parallel: int, max_tokens: int, count_multiple: int = 1) -> list[list[list[int]]]:
     """Row handles as [replica][micro-batch][row].
 
     Replicas get equal token loads, and so do the micro-batches of a replica: as few as their rows fit into, at most
@@ -36,44 +34,52 @@ def plan(
     `count_multiple`: ranks that meet in collectives never wait for one another. Rows keep (group, member) order inside
     a micro-batch, and micro-batches that of their first rows. Raises ConfigError when one row exceeds `max_tokens`.
     """
-    ordered = sorted(rows, key=lambda r: (r.group_id, r.member))
-    longest = max((r.tokens for r in ordered), default=0)
+    order = np.lexsort([infos.members, infos.group_ids])
+    rows, tokens = np.asarray(infos.rows)[order], np.asarray(infos.tokens, np.int64)[order]
+    longest = int(tokens.max(initial=0))
     if longest > max_tokens:
         raise ConfigError(f"a sample has {longest} tokens; raise trainer.micro_batch_tokens (now {max_tokens})")
-    replicas = _balance(ordered, data_parallel)
-    count = max(_fewest(share, max_tokens) for share in replicas)
+    shares = _balance(tokens, np.arange(len(rows)), data_parallel)
+    count = max(_fewest(tokens, share, max_tokens) for share in shares)
     count += -count % count_multiple
-    return [_cut(share, count) for share in replicas]
+    return [[rows[batch].tolist() for batch in _cut(tokens, share, count)] for share in shares]
 
 
-def _balance(ordered: Sequence[RowInfo], parts: int) -> list[list[RowInfo]]:
-    """Longest first onto the lightest part: at most 4/3 - 1/(3 parts) of the best possible largest load (Graham 1969),
-    and within a percent of it for dozens of rows per part."""
+def _balance(tokens: np.ndarray, share: np.ndarray, parts: int) -> list[np.ndarray]:
+    """The places `share`, which rise, in parts of places that rise: longest first onto the lightest part.
+
+    The largest load is at most 4/3 - 1/(3 parts) of the best possible one (Graham 1969), and within a percent of it for
+    dozens of rows per part.
+    """
     if parts == 1:
-        return [list(ordered)]
+        return [share]
     lightest = [(0, 0, i) for i in range(parts)]  # a heap of tokens, rows, part
-    shares: list[list[RowInfo]] = [[] for _ in range(parts)]
-    for r in sorted(ordered, key=lambda r: (-r.tokens, r.group_id, r.member)):
-        tokens, count, i = lightest[0]
-        shares[i].append(r)
-        heapq.heapreplace(lightest, (tokens + r.tokens, count + 1, i))
-    return [sorted(s, key=lambda r: (r.group_id, r.member)) for s in shares]
+    order = np.argsort(-tokens[share], kind="stable")
+    owners = []
+    for length in tokens[share[order]].tolist():
+        load, count, part = lightest[0]
+        owners.append(part)
+        heapq.heapreplace(lightest, (load + length, count + 1, part))
+    owner = np.empty(len(share), np.int64)
+    owner[order] = owners
+    by_part = np.argsort(owner, kind="stable")
+    return np.split(share[by_part], np.cumsum(np.bincount(owner, minlength=parts))[:-1])
 
 
-def _fewest(share: Sequence[RowInfo], max_tokens: int) -> int:
+def _fewest(tokens: np.ndarray, share: np.ndarray, max_tokens: int) -> int:
     """Number of evenly filled micro-batches into which a replica's rows fit."""
-    count = max(1, -(-sum(r.tokens for r in share) // max_tokens))
-    while max(sum(r.tokens for r in batch) for batch in _balance(share, count)) > max_tokens:
+    count = max(1, -(-int(tokens[share].sum()) // max_tokens))
+    while max(tokens[batch].sum() for batch in _balance(tokens, share, count)) > max_tokens:
         count += 1
     return count
 
 
-def _cut(share: Sequence[RowInfo], count: int) -> list[list[int]]:
-    """Rows of a replica in `count` micro-batches. More than the fewest are never filled higher: with a further part
-    the loads, sorted, are nowhere larger after any row."""
-    batches = [batch for batch in _balance(share, count) if batch]
-    batches.sort(key=lambda batch: (batch[0].group_id, batch[0].member))
-    return [[r.row for r in batch] for batch in batches] + [[] for _ in range(count - len(batches))]
+def _cut(tokens: np.ndarray, share: np.ndarray, count: int) -> list[np.ndarray]:
+    """Places of a replica's rows in `count` micro-batches. More than the fewest are never filled higher: with a further
+    part the loads, sorted, are nowhere larger after any row."""
+    batches = [batch for batch in _balance(tokens, share, count) if len(batch)]
+    batches.sort(key=lambda batch: batch[0])
+    return batches + [share[:0]] * (count - len(batches))
 
 
 def pack(samples: Sequence[TrainSample]) -> MicroBatch:

@@ -214,15 +214,13 @@ class Training:
     async def train_chunk(self, step: int, claim: Claim, sums: _Sums, shown: int) -> None:
         """Gradients of one chunk; `shown`: answers to print."""
         job, t = self.job, self.job.config.trainer
-        infos = [
-            batcher.RowInfo(int(r), int(g), int(m), int(n))
-            for r, g, m, n in zip(claim.rows, claim.group_ids, claim.members, claim.tokens)
-        ]
+        infos = batcher.RowInfos(claim.rows, claim.group_ids, claim.members, claim.tokens)
         plan = batcher.plan(
             infos, t.data_parallel, t.micro_batch_tokens, t.pipeline_parallel if t.virtual_pipeline else 1
         )
-        versions = dict(zip(claim.rows.tolist(), zip(claim.version_min.tolist(), claim.version_max.tolist())))
-        groups = {i.row: (i.group_id, i.member) for i in infos}
+        rows = claim.rows.tolist()
+        versions = dict(zip(rows, zip(claim.version_min.tolist(), claim.version_max.tolist())))
+        groups = dict(zip(rows, zip(claim.group_ids.tolist(), claim.members.tolist())))
         oldest = job.window.oldest_allowed() if job.config.workflow.stale == "mask" else None
         with job.recorder.busy("trainer"):
             reports = await job.all_ranks("train", plan, versions, groups, shown, oldest)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.records import TrainSample
-from mindspeed_asyncflow.workflow.batcher import RowInfo, pack, plan
+from mindspeed_asyncflow.workflow.batcher import RowInfos, pack, plan
 
 
 def sample(prompt, response, *, row=0, advantage=1.0, mask=None, reference=None):
@@ -74,14 +74,16 @@ def test_a_rank_without_rows_gets_one_position_of_weight_zero():
     assert batch.rows.tolist() == [-1]
 
 
-def infos(tokens):
-    return [RowInfo(row=100 + i, group_id=i // 4, member=i % 4, tokens=n) for i, n in enumerate(tokens)]
+def infos(tokens, order=None):
+    """Rows 100, 101, ... of groups of four; they arrive in `order`."""
+    place = np.arange(len(tokens)) if order is None else np.asarray(order)
+    return RowInfos(100 + place, place // 4, place % 4, np.asarray(tokens)[place])
 
 
 def test_plan_does_not_depend_on_arrival_order():
-    rows = infos([9, 3, 7, 5, 8, 2, 6, 4])
-    shuffled = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
-    assert plan(rows, 2, 16) == plan(shuffled, 2, 16)
+    tokens = [9, 3, 7, 5, 8, 2, 6, 4]
+    shuffled = infos(tokens, np.random.default_rng(0).permutation(len(tokens)))
+    assert plan(infos(tokens), 2, 16) == plan(shuffled, 2, 16)
 
 
 @pytest.mark.parametrize("data_parallel", [1, 2, 3])
@@ -90,8 +92,8 @@ def test_plan_holds_every_row_once_within_the_token_limit(data_parallel):
     rows = infos(tokens)
     replicas = plan(rows, data_parallel, 64, count_multiple=2)
     flat = [r for replica in replicas for batch in replica for r in batch]
-    assert sorted(flat) == [r.row for r in rows]
-    size = {r.row: r.tokens for r in rows}
+    size = dict(zip(rows.rows.tolist(), tokens))
+    assert sorted(flat) == list(size)
     assert all(sum(size[r] for r in batch) <= 64 for replica in replicas for batch in replica)
     assert len({len(replica) for replica in replicas}) == 1 and len(replicas[0]) % 2 == 0
 
@@ -106,9 +108,9 @@ def test_plan_holds_every_row_once_within_the_token_limit(data_parallel):
 def test_any_plan_keeps_the_limit_has_every_row_once_and_spreads_tokens(tokens, data_parallel, multiple, random):
     limit, rows = 64, infos(tokens)
     replicas = plan(rows, data_parallel, limit, multiple)
-    assert sorted(r for replica in replicas for batch in replica for r in batch) == [r.row for r in rows]
+    size = dict(zip(rows.rows.tolist(), tokens))
+    assert sorted(r for replica in replicas for batch in replica for r in batch) == list(size)
     assert len({len(replica) for replica in replicas}) == 1 and len(replicas[0]) % multiple == 0
-    size = {r.row: r.tokens for r in rows}
     filled = [[sum(size[r] for r in batch) for batch in replica] for replica in replicas]
     assert max(map(max, filled)) <= limit
     loads = [sum(each) for each in filled]
@@ -118,7 +120,8 @@ def test_any_plan_keeps_the_limit_has_every_row_once_and_spreads_tokens(tokens, 
         assert max(replica) - min(replica) <= max(tokens), "micro-batches of a replica are filled alike"
     needed = -(-max(loads) // limit)
     assert len(replicas[0]) < 2 * needed + multiple
-    assert plan(random.sample(rows, len(rows)), data_parallel, limit, multiple) == replicas
+    order = random.sample(range(len(tokens)), len(tokens))
+    assert plan(infos(tokens, order), data_parallel, limit, multiple) == replicas
 
 
 def test_long_tailed_answers_load_replicas_evenly_where_dealing_in_turn_does_not():
@@ -127,7 +130,7 @@ def test_long_tailed_answers_load_replicas_evenly_where_dealing_in_turn_does_not
     for _ in range(10):
         tokens = np.minimum(rng.lognormal(6, 1.2, 256).astype(int) + 50, 8192)
         rows = infos(tokens.tolist())
-        size = {r.row: r.tokens for r in rows}
+        size = dict(zip(rows.rows.tolist(), tokens.tolist()))
         replicas = plan(rows, 16, 8192)
         loads = [sum(size[r] for batch in replica for r in batch) for replica in replicas]
         mean = tokens.sum() / 16

@@ -184,11 +184,10 @@ def put(bench, step, config, rng):
 
 async def train_chunk(bench, step, config, events):
     claim = bench.dock.claim("train", 2, partition="train", worker="trainer", unit="groups", at_least=2)
-    rows = zip(claim.rows, claim.group_ids, claim.members, claim.tokens)
-    infos = [batcher.RowInfo(*map(int, row)) for row in rows]
+    infos = batcher.RowInfos(claim.rows, claim.group_ids, claim.members, claim.tokens)
     plan = batcher.plan(infos, REPLICAS, config.trainer.micro_batch_tokens)
     versions = dict(zip(claim.rows.tolist(), zip(claim.version_min.tolist(), claim.version_max.tolist())))
-    groups = {i.row: (i.group_id, i.member) for i in infos}
+    groups = dict(zip(claim.rows.tolist(), zip(claim.group_ids.tolist(), claim.members.tolist())))
     law = step - config.workflow.max_lag if config.workflow.stale == "mask" else None
     sums = [r.sums for r in await bench.all("train", plan, versions, groups, 0, law)]
     events.note("trained", step=step, plan=plan, groups=groups, versions=versions, sums=sums, oldest_allowed=law)
