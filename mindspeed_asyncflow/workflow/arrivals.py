@@ -92,6 +92,7 @@ class Arrivals:
         if mirror is None:
             return
         self.mirrors.append(mirror)
+        self._local = [i for i in self._local if i not in mirror.replicas]  # one that joined on another node
         for index in mirror.replicas:
             self._at[index] = None
         if self.newest is not None:

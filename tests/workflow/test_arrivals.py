@@ -103,6 +103,29 @@ def test_a_batch_that_the_law_forbids_to_answer_with_less_waits_for_the_arrival(
     assert asyncio.run(scenario()) == 1
 
 
+def test_a_replica_that_joins_on_another_node_loads_only_what_has_arrived_there():
+    link, home, late = Link(), Replica(), Replica()
+    sync = WeightSync([home, None], "float32", "nowhere", TABLE.text)
+
+    async def scenario():
+        publish(sync, 0)
+        await sync.bring_all_up()
+        sync.replace_mirror(-1, Mirror("c", (1,), link.fetch))
+        sync.join(1, late)
+        joining = asyncio.create_task(answers(sync, 1, 0))
+        await turns()
+        assert not joining.done()
+        await link.arrive()
+        assert await joining == 0
+        publish(sync, 1)
+        await turns()
+        assert (await answers(sync, 0, 0), await answers(sync, 1, 0)) == (1, 0)
+        await link.arrive()
+        assert await answers(sync, 1, 0) == 1
+
+    asyncio.run(scenario())
+
+
 def test_replicas_of_one_node_share_each_fetch_and_skip_what_is_superseded():
     link, replicas = Link(), [Replica(), Replica()]
     sync = apart(link, *replicas)
