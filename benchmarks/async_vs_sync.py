@@ -32,7 +32,7 @@ SCHEDULES = {
     SYNC: ["workflow.max_lag=0", "workflow.overlap=false"],
     STREAMED: ["workflow.max_lag=0"],
     ASYNC: ["workflow.max_lag=1"],
-    BEST: ["workflow.max_lag=2", "workflow.update=in_flight", "workflow.take=ready", "workflow.lanes=2"],
+    BEST: ["workflow.max_lag=2", "workflow.take=ready"],
 }
 LAST = 8  # steps whose mean reward is compared
 QUIET = 0.15  # share of the machine that others may use before a figure is called rough

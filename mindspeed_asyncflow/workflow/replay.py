@@ -61,12 +61,14 @@ class Replay:
         """Repeat the first `steps` steps, or up to the first difference."""
         await self._all_ranks("start", 0, [])
         difference = await self._compare_version(0)
-        for step in self.record.steps[:steps] if not difference else ():
+        if difference:
+            return Verdict(0, f"{difference}; the model is not the one that the run began with (model.source)")
+        for step in self.record.steps[:steps]:
             difference = await self._repeat(step)
             if difference:
                 return Verdict(step.version - 1, difference)
             self.say(f"version {step.version}: same")
-        return Verdict(0 if difference else steps, difference)
+        return Verdict(steps, "")
 
     async def _repeat(self, step: Step) -> str:
         """The first difference while `step.version` is made again; empty: none."""
