@@ -33,6 +33,7 @@ class _Ask:
     spread: int  # id of the claim over several pairs that rows are for, or 0
     requests: dict[int, int] = field(default_factory=dict)  # pair -> request number of the claim there
     ended: set[int] = field(default_factory=set)  # pairs where the stream has ended for this consumer
+    doubtful: set[int] = field(default_factory=set)  # pairs whose word that it has ended is worth nothing: see below
     ended_here: bool = False  # the stream of this pair has ended for it
 
 
@@ -113,6 +114,7 @@ class Peers:
             for ask in self._asks.values():
                 ask.requests.pop(link.number, None)
                 ask.ended.discard(link.number)  # with its claims, which may be what the stream ended for
+                ask.doubtful.discard(link.number)
 
     # -- claims ----------------------------------------------------------------------------------------------------
 
@@ -163,6 +165,10 @@ class Peers:
             return
         ask.requests.pop(link.number, None)
         if reply.flag("sealed") and not rows.shape[1] and not reply["dropped_groups"]:
+            if link.number in ask.doubtful:
+                ask.doubtful.discard(link.number)
+                self._ask(key, link)
+                return
             ask.ended.add(link.number)
             self._look_for_end(key)
             return
@@ -193,8 +199,13 @@ class Peers:
         }, renamed)  # fmt: skip
 
     def _give_back(self, link: Link, message: Mapping[str, Any], reply: Message, rows: np.ndarray) -> None:
+        """A consumer's own rows do not keep its stream from ending: asks that this pair got while it thought that these
+        were the consumer's are made again when they are answered so."""
         if len(rows):
             self.counters.steals_returned += 1
+            for ask in self._asks.values():
+                if link.number in ask.requests and _consumer(ask.message) == _consumer(message):
+                    ask.doubtful.add(link.number)
             link.call(Verb.RELEASE, {"claim_id": reply.whole("claim_id"), "rows": np.ascontiguousarray(rows)})
 
     def _call_off(self, ask: _Ask) -> None:
@@ -297,3 +308,7 @@ class Peers:
     def close(self) -> None:
         for link in self.links.values():
             link.close()
+
+
+def _consumer(message: Mapping[str, Any]) -> tuple[str, str, str]:
+    return message["partition"], message["task"], message["worker"]

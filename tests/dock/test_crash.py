@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,6 +66,11 @@ class Node:
         os.kill(self.process.pid, sig)
         if sig == signal.SIGKILL:
             self.process.join(10.0)
+        if sig == signal.SIGSTOP:  # its threads go on until the one that got the signal has had its turn
+            Cluster.until(lambda: all("T (stopped)" in task.read_text() for task in self._tasks()))
+
+    def _tasks(self) -> list[Path]:
+        return list(Path(f"/proc/{self.process.pid}/task").glob("*/status"))
 
     def again(self) -> None:
         """Killed, and started again on the same port."""

@@ -13,7 +13,7 @@ from mindspeed_asyncflow.dock import peers
 from mindspeed_asyncflow.dock.homes import named_home
 from mindspeed_asyncflow.dock.pair import PairClient
 from mindspeed_asyncflow.dock.server import DockServer
-from mindspeed_asyncflow.dock.wire import Verb
+from mindspeed_asyncflow.dock.wire import Message, Verb
 from mindspeed_asyncflow.errors import AsyncFlowError, ClaimLost, DeadlineExceeded, DockError, WorkerLost
 
 SECRET = "a secret of this test"
@@ -375,6 +375,45 @@ def team_home(pairs: int, away: bool) -> tuple[str, int, int]:
         if home == 0:
             return f"t{n}", 0, 1 if away else 0
     raise AssertionError("no name has its home on pair 0")
+
+
+class Wire:
+    """A link whose answers the test gives, in the order of the calls."""
+
+    number, up, down, next_attempt = 1, True, False, 0.0
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Verb, dict]] = []
+        self.then: list = []
+
+    def call(self, verb, message, then=lambda reply: None) -> int:
+        self.sent.append((verb, dict(message)))
+        self.then.append(then)
+        return len(self.sent)
+
+
+def test_an_end_that_was_seen_while_a_late_grant_was_on_its_way_is_asked_for_again():
+    """Its rows are the consumer's own in the eyes of the pair that granted them, and then offered again."""
+    answers: list = []
+    asker, link = peers.Peers(b"", None, lambda key, call, reply: answers.append((key, reply)), dict), Wire()
+    asker.links = {1: link}
+    ask = {"partition": "p", "task": "make", "worker": "w"}
+    nothing = Message(claim_id=0, sealed=True, ready=0, grant=np.empty((6, 0), np.int64), dropped_groups=[])
+    grant = Message(claim_id=77, sealed=False, ready=0, grant=np.arange(12).reshape(6, 2), dropped_groups=[])
+    asker.parked("first", ask, 10.0)
+    asker.answered("first")  # by another pair
+    asker.parked("other", ask | {"worker": "v"}, 10.0)
+    asker.parked("next", ask, 10.0)
+    for key in ("other", "next"):
+        asker.ended_here(key)
+    link.then[0](grant)
+    assert [verb for verb, _ in link.sent] == [Verb.CLAIM, Verb.CANCEL, Verb.CLAIM, Verb.CLAIM, Verb.RELEASE]
+    link.then[2](nothing)
+    assert [key for key, _ in answers] == ["other"], "for another consumer the late rows were not its own"
+    link.then[3](nothing)
+    assert len(answers) == 1 and link.sent[5] == (Verb.CLAIM, ask | {"timeout_s": 11.0})
+    link.then[5](nothing)
+    assert [key for key, _ in answers] == ["other", "next"] and answers[1][1]["sealed"]
 
 
 @pytest.mark.parametrize("away", [False, True])
