@@ -158,6 +158,7 @@ class SimDock:
             return as_claim(grant)
         parked = self._parked[key] = asyncio.get_running_loop().create_future()
         self._settle()
+        self._arm(request.deadline)
         try:
             return as_claim(await parked)
         except asyncio.CancelledError:
@@ -268,7 +269,7 @@ class SimDock:
             await asyncio.sleep(self.claim_s)
 
     def _settle(self) -> None:
-        """After every verb: answers that it made, and the time of the next one that comes by itself."""
+        """After every verb: the answers that it made."""
         outcomes, self.control.outcomes = self.control.outcomes, []
         self.control.departed.clear()
         for key, outcome in outcomes:
@@ -282,7 +283,9 @@ class SimDock:
                 parked.set_exception(outcome)
         if self.control.outcomes:
             self._settle()
-        due = self.control.next_deadline()
+
+    def _arm(self, due: float | None) -> None:
+        """A timer for the next end of a wait; leases do not end."""
         if due is None or due == FOREVER or (self._timer is not None and self._timer.when() <= due):
             return
         if self._timer is not None:
@@ -293,6 +296,7 @@ class SimDock:
         self._timer = None
         self.control.tick(max(due, self._now()))  # a timer may fire a clock's resolution early
         self._settle()
+        self._arm(self.control.next_deadline())
 
 
 def as_claim(grant: Grant) -> Claim:

@@ -23,7 +23,7 @@ KINDS = {
     "train/take_back": ("take devices back", "#666666"),
 }
 ORDER = ("rollout", "reference", "scorer", "trainer")
-MOST_LANES = 48
+MOST_LANES = {"rollout": 32}  # of one kind; others 8
 
 
 def draw(trace: Path, picture: Path, title: str) -> bool:
@@ -60,13 +60,16 @@ def draw(trace: Path, picture: Path, title: str) -> bool:
 
 
 def shown(lanes: Sequence[str]) -> list[str]:
-    """The lanes to draw, rollout first; of many replicas some, at equal distances."""
-    found = sorted(set(lanes), key=_place)
-    most = max(4, MOST_LANES - sum(1 for lane in found if not lane.startswith("rollout")))
-    replicas = [lane for lane in found if lane.startswith("rollout")]
-    if len(replicas) > most:
-        replicas = [replicas[i * len(replicas) // most] for i in range(most)]
-    return replicas + [lane for lane in found if not lane.startswith("rollout")]
+    """The lanes to draw, rollout first; of many of one kind some, at equal distances."""
+    kinds: dict[str, list[str]] = {}
+    for lane in sorted(set(lanes), key=_place):
+        kinds.setdefault(re.sub(r"\d+", "", lane), []).append(lane)
+    found = []
+    for kind, members in kinds.items():
+        most = MOST_LANES.get(kind, 8)
+        step = max(1.0, len(members) / most)
+        found += [members[int(i * step)] for i in range(min(most, len(members)))]
+    return found
 
 
 def _place(lane: str) -> tuple[Any, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -149,16 +148,10 @@ class Simulation:
             rollout.exposed_s, rollout.loads = 0.0, 0
         self.recorder.begin()
         self.marks.begun = self._mark()
-        timed = [asyncio.ensure_future(self._happen(f)) for f in self.faults if f.kind != "unscored"]
-        try:
-            await self.run.train()
-        finally:
-            for task in timed:
-                task.cancel()
-            await asyncio.gather(*timed, return_exceptions=True)
-        for task in timed:
-            with contextlib.suppress(asyncio.CancelledError):
-                task.result()
+        for fault in self.faults:
+            if fault.kind != "unscored":
+                self.run.job.spawn(self._happen(fault))  # what it raises ends the run, whose end cancels it
+        await self.run.train()
         self.recorder.end()
 
     async def _bring_up(self, index: int) -> None:
@@ -189,7 +182,7 @@ class Simulation:
         else:
             error = WorkerLost(f"rollout{index} died at {fault.at_s:g} s (simulated)")
             rollout.lose(error)
-            await self.run.answering.lost(index, error)
+            await self.run.lost(index, error)
 
     # -- measures --------------------------------------------------------------------------------------------------
 
