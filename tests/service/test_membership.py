@@ -19,7 +19,7 @@ def test_a_replica_that_is_killed_in_the_middle_costs_speed_and_no_sample(tmp_pa
     """What it was answering is answered by the other one, which also fetches weights for the node from then on."""
     settings = [*REFERENCE, "rollout.replicas=2", "workflow.relay=mirror", "trainer.steps=12"]
     job = Job(tmp_path / "runs", DEFAULT, *settings)
-    job.wait_for("step 3/")
+    job.wait_for("step 1/")
     job.watch()
     os.kill(pid_of(job, "rollout"), signal.SIGKILL)
     summary = finished(job)
