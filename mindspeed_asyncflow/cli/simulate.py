@@ -10,13 +10,14 @@ import time
 from pathlib import Path
 
 from mindspeed_asyncflow.cli import settings
-from mindspeed_asyncflow.cli.plan import model_work
+from mindspeed_asyncflow.cli.plan import model_work, with_lengths
 from mindspeed_asyncflow.config import Config, dump_resolved
 from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.observe import trace
 from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.writers import MetricsWriter
+from mindspeed_asyncflow.planner.profile import Profile
 from mindspeed_asyncflow.planner.work import Work
 
 NAME = "simulate"
@@ -46,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="several schedules on the same workload, by name with commas between (default: all)",
     )
     parser.add_argument(
+        "--profile", metavar="FILE", type=Path, help="what `asyncflow profile` measured, in place of analytic times"
+    )
+    parser.add_argument(
         "--sensitivity", action="store_true", help="each setting of simulation.assumed at its least and greatest value"
     )
 
@@ -64,27 +68,30 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compare and (unknown := [name for name in names if name not in NAMED]):
         raise ConfigError(f"--compare: unknown schedule {unknown[0]!r}; there are {', '.join(NAMED)}")
     work = model_work(config)
+    profile = Profile.load(arguments.profile) if arguments.profile else None
+    if profile is not None:
+        config = with_lengths(config, profile)
     folder = _folder(config, arguments.out)
     print(f"== {LABEL}: {config.model.source} on {config.hardware.devices} devices", flush=True)
     if arguments.compare:
-        results = compare.schedules(config, work, names, _say)
+        results = compare.schedules(config, work, names, _say, profile)
         print("\n".join(compare.table(results)))
         values = {n: r if isinstance(r, str) else r.to_dict() for n, r in results.items()}
         _write(folder, {"label": LABEL, "schedules": values})
     elif arguments.sensitivity:
-        _sensitivity(config, work, folder)
+        _sensitivity(config, work, folder, profile)
     else:
-        return _single(config, work, folder)
+        return _single(config, work, folder, profile)
     print(f"results in {folder.path}")
     return 0
 
 
-def _single(config: Config, work: Work, folder: RunFolder) -> int:
+def _single(config: Config, work: Work, folder: RunFolder, profile: Profile | None) -> int:
     from mindspeed_asyncflow.simulation import compare, gantt
     from mindspeed_asyncflow.simulation.pricing import priced
     from mindspeed_asyncflow.simulation.run import simulate
 
-    settled, costs = priced(config, work)
+    settled, costs = priced(config, work, profile)
     metrics = MetricsWriter(folder, tensorboard=False)
     tracer = trace.configure(
         folder.trace, "simulation", config.observe.trace, clock_ns=_virtual_ns, flush_s=TRACE_EVERY_S
@@ -110,7 +117,7 @@ def _single(config: Config, work: Work, folder: RunFolder) -> int:
     return 1 if result.violations else 0
 
 
-def _sensitivity(config: Config, work: Work, folder: RunFolder) -> None:
+def _sensitivity(config: Config, work: Work, folder: RunFolder, profile: Profile | None) -> None:
     from mindspeed_asyncflow.simulation import compare
     from mindspeed_asyncflow.simulation.pricing import priced
     from mindspeed_asyncflow.simulation.result import LABEL
@@ -118,9 +125,9 @@ def _sensitivity(config: Config, work: Work, folder: RunFolder) -> None:
 
     if not config.simulation.assumed:
         raise ConfigError("--sensitivity: simulation.assumed names no setting with its least and greatest value")
-    here = simulate(*priced(config, work))
+    here = simulate(*priced(config, work, profile))
     print(f"as configured: {here.tokens_per_s:,.0f} tokens/s")
-    found = compare.sensitivity(config, work, _say)
+    found = compare.sensitivity(config, work, _say, profile)
     for key, pair in found.items():
         values = config.simulation.assumed[key]
         said = [f"{v:g}: {r.tokens_per_s / here.tokens_per_s - 1:+.1%}" for v, r in zip(values, pair)]

@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import AsyncFlowError, ConfigError
+from mindspeed_asyncflow.planner.profile import Profile
 from mindspeed_asyncflow.planner.work import Work
 from mindspeed_asyncflow.simulation.pricing import priced
 from mindspeed_asyncflow.simulation.result import SimulationResult
@@ -17,26 +18,30 @@ Say = Callable[[str], None]
 Outcome = SimulationResult | str  # or why there is none
 
 
-def schedules(config: Config, work: Work, names: Iterable[str], say: Say) -> dict[str, Outcome]:
+def schedules(
+    config: Config, work: Work, names: Iterable[str], say: Say, profile: Profile | None = None
+) -> dict[str, Outcome]:
     """Each schedule on the same prompts and lengths; one that does not fit this cluster says why."""
     found: dict[str, Outcome] = {}
     for name in names:
         say(f"simulating {name}")
         try:
-            found[name] = simulate(*priced(named(config, name), work))
+            found[name] = simulate(*priced(named(config, name), work, profile))
         except AsyncFlowError as error:
             found[name] = str(error).splitlines()[0]
     return found
 
 
-def sensitivity(config: Config, work: Work, say: Say) -> dict[str, tuple[SimulationResult, SimulationResult]]:
+def sensitivity(
+    config: Config, work: Work, say: Say, profile: Profile | None = None
+) -> dict[str, tuple[SimulationResult, SimulationResult]]:
     """By assumed setting: the run with its least and with its greatest value, all else as it is."""
     found = {}
     for key, between in config.simulation.assumed.items():
         if len(between) != 2:
             raise ConfigError(f"simulation.assumed: {key} needs two values, the least and the greatest, not {between}")
         say(f"simulating {key} = {between[0]} and {between[1]}")
-        low, high = (simulate(*priced(put(config, key, value), work)) for value in between)
+        low, high = (simulate(*priced(put(config, key, value), work, profile)) for value in between)
         found[key] = (low, high)
     return found
 

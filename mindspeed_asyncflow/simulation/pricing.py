@@ -7,16 +7,18 @@ from dataclasses import replace
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.planner.analytic import WIDTH, Speeds, analytic_costs
 from mindspeed_asyncflow.planner.costs import Costs
+from mindspeed_asyncflow.planner.profile import Profile
 from mindspeed_asyncflow.planner.work import Work
 
 
-def priced(config: Config, work: Work) -> tuple[Config, Costs]:
-    """The configuration to simulate, and its costs.
+def priced(config: Config, work: Work, profile: Profile | None = None) -> tuple[Config, Costs]:
+    """The configuration to simulate, and its costs; measured blocks of `profile` replace analytic ones.
 
     Colocated, the reference policy has no devices of its own either: its forward passes are time of the trainer, and
     there is no `reference` task.
     """
-    costs = analytic_costs(config, work, reshard_s(config, work))
+    analytic = analytic_costs(config, work, reshard_s(config, work))
+    costs = analytic if profile is None else profile.costs(config, work)
     if config.workflow.schedule != "colocated":
         return config, costs
     passes = 4 if config.trainer.recompute else 3
