@@ -95,6 +95,13 @@ def _answers(c: Config) -> Iterator[Raw]:
             ("workflow.partial_rounds", "rollout.max_new_tokens"),
             f"{w.partial_rounds} rounds have less than one of {r.max_new_tokens} tokens each",
         )
+    if w.partial_rounds and w.stale == "drop" and 0 < w.max_lag < w.partial_rounds - 1:
+        yield (
+            "warning",
+            ("workflow.partial_rounds", "workflow.max_lag", "workflow.stale"),
+            f"an answer of {w.partial_rounds} rounds may span as many versions; with max_lag {w.max_lag} it is dropped "
+            f"and asked again: set max_lag to {w.partial_rounds - 1}, or stale to mask",
+        )
     if w.repack_below >= r.max_running:
         yield (
             "error",

@@ -23,6 +23,7 @@ from mindspeed_asyncflow.workflow.job import Job
 from mindspeed_asyncflow.workflow.workers import RowBatch
 
 REPACK_EVERY_S = 0.5
+STOP_AGAIN_S = 0.02
 
 
 class Answering:
@@ -33,7 +34,6 @@ class Answering:
         self._holds: dict[int, list[int]] = {}  # those that it is answering
         self._since: dict[int, int] = {}  # replicas that answer: version at the beginning of their batch
         self._moved: dict[int, list[asyncio.Task[None]]] = {}  # answers that such a replica has taken over
-        self._told = asyncio.Condition()  # a batch has ended
         self._handing_over = asyncio.Lock()  # held while released answers wait for the replica that they are meant for
 
     # ---- who is in the pool ------------------------------------------------------------------------------------------
@@ -183,14 +183,13 @@ class Answering:
                     self._since.pop(index, None)
                 while moved := self._moved.pop(index, None):
                     await asyncio.gather(*moved)
-        async with self._told:
-            self._told.notify_all()
 
     async def stop_all(self) -> None:
         """Every running answer ends with what it has; returns when the dock has all of it."""
-        await asyncio.gather(*(self._ask(index, "stop") for index in self.job.crew.rollouts))
-        async with self._told:
-            await self._told.wait_for(lambda: not self._since)
+        while self._since:
+            await asyncio.gather(*(self._ask(index, "stop") for index in list(self._since)))
+            if self._since:  # a batch may not have reached its engine yet
+                await asyncio.sleep(STOP_AGAIN_S)
 
     async def _answer(self, index: int, claim: Claim, since: int) -> None:
         job = self.job
