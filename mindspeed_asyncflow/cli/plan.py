@@ -14,7 +14,6 @@ from mindspeed_asyncflow.cli import preflight, settings
 from mindspeed_asyncflow.config import Config
 from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.planner import ready
-from mindspeed_asyncflow.planner.analytic import analytic_costs
 from mindspeed_asyncflow.planner.candidates import changed
 from mindspeed_asyncflow.planner.costs import Costs
 from mindspeed_asyncflow.planner.memory import usable_bytes
@@ -28,6 +27,8 @@ EXAMPLES = """  asyncflow plan configs/qwen_tiny_cpu.yaml --profile profile.json
   asyncflow plan my.yaml --devices 64 --max-lag 1 --out planned.yaml
   asyncflow plan my.yaml --set hardware.preset=ascend_910b --json"""
 SAID_EVERY_S = 2.0
+MANY = 10_000  # samples of a step
+ROWS = 600_000  # that all simulations of a plan may have together: about half a minute
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +93,7 @@ def make_plan(
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Plan, Config]:
     """The plan, and the configuration that it was made for: lengths that a profile has seen replace assumed ones."""
+    from mindspeed_asyncflow.simulation.pricing import priced
     from mindspeed_asyncflow.simulation.run import simulate
 
     if profile is not None:
@@ -99,21 +101,25 @@ def make_plan(
     devices = config.hardware.devices
 
     def costs_of(candidate: Config) -> Costs:
-        return analytic_costs(candidate, work) if profile is None else profile.costs(candidate, work)
+        return priced(candidate, work)[1] if profile is None else profile.costs(candidate, work)
 
     def simulated(candidate: Config, costs: Costs) -> Outcome:
-        return simulate(candidate, costs)
+        return simulate(priced(candidate, work)[0], costs)
 
+    steps, skip = steps_for(config)
     if most is None:
-        most = max(6, min(24, 1024 // devices))
-    short = changed(config, "simulation", steps=steps_for(config), skip_steps=2)
+        most = max(2, min(24, 1024 // devices + 4, ROWS // (config.samples_per_step * steps)))
+    short = changed(config, "simulation", steps=steps, skip_steps=skip)
     plan = search(short, work, costs_of, simulated, devices=devices, most=most, say=say)
     return plan, config
 
 
-def steps_for(config: Config) -> int:
-    """Enough steps behind the two first ones for a schedule with lag to repeat itself; fewer where each takes long."""
-    return (3 if config.hardware.devices >= 256 else 8) + 2 * config.workflow.max_lag
+def steps_for(config: Config) -> tuple[int, int]:
+    """(steps to simulate, of which the first are not counted): enough for a schedule with lag to repeat itself, fewer
+    where each has many samples, which also vary less."""
+    if config.samples_per_step > MANY:
+        return 3 + config.workflow.max_lag, 1
+    return (4 if config.hardware.devices >= 256 else 8) + 2 * config.workflow.max_lag, 2
 
 
 def with_lengths(config: Config, profile: Profile) -> Config:

@@ -43,6 +43,26 @@ def divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
+def with_references(config: Config, work: Work, devices: int) -> list[Config]:
+    """Ways to hold the reference policy, where there is one: few copies, of a node at most where the model fits there.
+
+    Its forward passes are a quarter to a third of what training computes, so that more than a quarter of all devices is
+    never needed. Few copies: each claims what is ready, and one that takes much lets others wait.
+    """
+    if config.algorithm.kl_coef == 0 or config.workflow.schedule == "colocated":
+        return [config]
+    size = 1
+    while work.parameters * memory.WIDTH[config.model.dtype] / size > memory.usable_bytes(config) and size < devices:
+        size *= 2
+    per_node = config.hardware.device.devices_per_node
+    ways = set()
+    for part in (devices, 16, 8, 4):
+        count = max(size, devices // part)
+        each = max(size, min(per_node, count))
+        ways.add((count // each, each))
+    return [changed(config, "simulation", references=n, reference_devices=each) for n, each in sorted(ways)]
+
+
 class Candidates:
     """Both sides of `config` for `devices` devices."""
 
@@ -54,9 +74,9 @@ class Candidates:
 
     @property
     def reference_devices(self) -> int:
-        """Frozen copies have devices of their own."""
+        """Frozen copies have devices of their own, but where all tasks take turns."""
         s = self.config.simulation
-        return s.references * s.reference_devices if self.config.algorithm.kl_coef > 0 else 0
+        return s.references * s.reference_devices if self.config.algorithm.kl_coef > 0 and not self.shared else 0
 
     @property
     def shared(self) -> bool:

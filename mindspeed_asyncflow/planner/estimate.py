@@ -97,12 +97,22 @@ class Least:
     published_s: float = 0.0
     longest_s: float = 0.0  # rollout: the longest answer; 0 where no step has to wait for it
     turn_s: float = 0.0  # trainer: giving the devices and taking them back
+    reference_s: float = 0.0  # kept with the trainer: forward passes of the frozen policy on its own devices
+
+
+def reference_s(config: Config, costs: Costs, workload: Workload) -> float:
+    """Forward passes of a step on each device of the reference policy; 0 without one."""
+    if config.algorithm.kl_coef == 0 or config.workflow.schedule == "colocated":
+        return 0.0
+    all_of_it = costs.forward_s(workload.step_tokens, workload.samples * workload.sample_square)
+    return float(all_of_it) / (config.simulation.references * config.simulation.reference_devices)
 
 
 def least_of_trainer(config: Config, costs: Costs, workload: Workload) -> Least:
     turn = costs.give_s + costs.take_s
     work = train_work_s(config, costs, workload)
-    return Least(work, costs.optimizer_s, published_s=costs.publish_s, turn_s=turn)
+    reference = reference_s(config, costs, workload)
+    return Least(work, costs.optimizer_s, published_s=costs.publish_s, turn_s=turn, reference_s=reference)
 
 
 def least_of_rollout(config: Config, costs: Costs, workload: Workload) -> Least:
@@ -122,9 +132,9 @@ def step_bound_s(config: Config, trainer: Least, rollout: Least) -> float:
     if not config.workflow.overlap:
         return decode + train + fresh
     if lag == 0:  # the first answers can be trained while the last are generated
-        return max(decode, trainer.work_s) + trainer.alone_s + fresh
+        return max(decode, trainer.work_s, trainer.reference_s) + trainer.alone_s + fresh
     # Batch v + lag waits for version v: it is generated, trained, and makes version v + lag + 1.
-    return max(train, rollout.work_s, (rollout.longest_s + trainer.alone_s + fresh) / (lag + 1))
+    return max(train, rollout.work_s, trainer.reference_s, (rollout.longest_s + trainer.alone_s + fresh) / (lag + 1))
 
 
 def generation_s(costs: Costs, workload: Workload, samples: float, slots: int) -> float:
@@ -171,6 +181,7 @@ def estimate(config: Config, costs: Costs, workload: Workload) -> Estimate:
     limits = {
         "training": train,
         "generation": per_step + costs.load_s,
+        "the reference": reference_s(config, costs, workload),
         "the way from a version to the batch that max_lag makes wait for it": chain,
     }
     limit = max(limits, key=lambda name: limits[name])

@@ -21,7 +21,8 @@ SCORING_SHARE = 0.25  # of a step that scoring may take
 def ready(ranked: Ranked, given: Config) -> Config:
     """The candidate with what follows from it: deadlines, the dock's memory, kept versions, scorers."""
     config, workload = ranked.config, Workload.of(ranked.config)
-    config = config.model_copy(update={"simulation": given.simulation})  # the search ran shorter ones
+    steps = {name: getattr(given.simulation, name) for name in ("steps", "skip_steps")}
+    config = changed(config, "simulation", **steps)  # the search ran shorter ones
     patience = math.ceil(PATIENCE * max(ranked.expected.generate_s, ranked.step_s))
     timeout = max(config.rollout.timeout_s, float(patience))
     config = changed(config, "rollout", timeout_s=timeout)
@@ -30,6 +31,8 @@ def ready(ranked: Ranked, given: Config) -> Config:
     arena = -(-feasibility.arena_bytes(config) // (config.dock.pairs << 20))
     lease = max(config.dock.lease_s, timeout)
     config = changed(config, "dock", lease_s=lease, arena_mb=max(config.dock.arena_mb, arena))
+    if config.rollout.engine == "simulated":
+        config = changed(config, "rollout", engine="vllm")
     workers = config.reward.workers
     wanted = ranked.costs.score_row_s * workers * workload.samples / (SCORING_SHARE * ranked.step_s)
     if config.hardware.preset != "cpu":  # there cores are what the plan has dealt out
@@ -70,8 +73,12 @@ def sizes(config: Config) -> str:
     cut = " ".join(f"{name}{size}" for name, size in axes if size > 1) or "1 rank"
     stages = f", layers {t.pipeline_layers}" if t.pipeline_layers else ""
     again = ", recompute" if t.recompute else ""
+    s = config.simulation
+    frozen = ""
+    if config.algorithm.kl_coef > 0 and config.workflow.schedule != "colocated":
+        frozen = f", reference {s.references} x {s.reference_devices}"
     text = f"train {t.world_size} ({cut}{stages}; {t.micro_batch_tokens} tokens a micro-batch{again})"
-    return f"{text}, rollout {r.replicas} x TP{r.tensor_parallel} ({r.max_running} answers at a time)"
+    return f"{text}, rollout {r.replicas} x TP{r.tensor_parallel} ({r.max_running} answers at a time){frozen}"
 
 
 def why_slower(best: Ranked, other: Ranked) -> str:

@@ -13,11 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import ConfigError
-from mindspeed_asyncflow.planner.candidates import Candidates, Side
+from mindspeed_asyncflow.planner.candidates import Candidates, Side, with_references
 from mindspeed_asyncflow.planner.costs import Costs
 from mindspeed_asyncflow.planner.estimate import (
     Estimate,
@@ -76,7 +76,9 @@ class Ranked:
         if w.schedule == "colocated":
             return max(t.world_size, rollout)
         lent = t.world_size // r.tensor_parallel * r.tensor_parallel if w.lend else 0
-        return t.world_size + max(0, rollout - lent)
+        s = self.config.simulation
+        reference = s.references * s.reference_devices if self.config.algorithm.kl_coef > 0 else 0
+        return t.world_size + max(0, rollout - lent) + reference
 
     @property
     def split(self) -> tuple[int, int, int]:
@@ -103,21 +105,27 @@ def search(
     devices: int,
     most: int | None = None,
     prune: bool = True,
+    accept: Callable[[Config], bool] = lambda config: True,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """The candidate for `devices` devices with the shortest simulated step; `most`: simulate at most so many. Without
-    `prune` nothing is left out for its bound.
+    `prune` nothing is left out for its bound; only what `accept` says yes to takes part.
 
     Raises `ConfigError` with the counted reasons when nothing fits.
     """
     began = time.perf_counter()
     workload = Workload.of(config)
-    found = Candidates(config, work, workload, devices)
-    pairs = _pairs(found, costs_of, workload, say)
+    ways = [Candidates(c, work, workload, devices) for c in with_references(config, work, devices)]
+    pairs = [pair for way in ways for pair in _pairs(way, costs_of, workload, accept)]
+    rejected = sum((way.rejected for way in ways), Counter())
+    if not pairs:
+        _nothing_fits(ways[0], rejected)
+    say(f"{len(pairs)} candidates fit")
+    pairs.sort(key=lambda pair: pair.bound_s)
     race = _Race(simulate, most, margin(config, workload) if prune else 1.0, say)
     _race(pairs, costs_of, workload, race)
     first, *others = _best_of_each(race.done)
-    return Plan(first, others, found.rejected + race.left_out, len(race.done), time.perf_counter() - began)
+    return Plan(first, others, rejected + race.left_out, len(race.done), time.perf_counter() - began)
 
 
 def margin(config: Config, workload: Workload) -> float:
@@ -138,8 +146,8 @@ class _Pair:
         return self.trainer.config.model_copy(update={"rollout": self.rollout.config.rollout})
 
 
-def _pairs(found: Candidates, costs_of: CostsOf, workload: Workload, say: Callable[[str], None]) -> list[_Pair]:
-    """All pairs that fit, by rising bound."""
+def _pairs(found: Candidates, costs_of: CostsOf, workload: Workload, accept: Callable[[Config], bool]) -> list[_Pair]:
+    """All pairs that fit."""
     replicas: dict[int, list[tuple[Side, Least]]] = {}
     pairs: list[_Pair] = []
     for side in found.trainers():
@@ -150,20 +158,28 @@ def _pairs(found: Candidates, costs_of: CostsOf, workload: Workload, say: Callab
         for rollout, of_rollout in replicas[side.devices]:
             if found.shared and not _fits_in_turns(found, side, rollout):
                 continue
-            pairs.append(_Pair(side, rollout, step_bound_s(found.config, least, of_rollout), _limit(least, of_rollout)))
-    if not pairs:
-        reasons = ", ".join(f"{count} by {reason}" for reason, count in found.rejected.most_common())
-        raise ConfigError(
-            f"nothing fits {found.devices} devices of hardware.preset={found.config.hardware.preset} "
-            f"({found.usable / 1e9:.1f} GB usable each): {reasons or 'no candidate'}; give more devices, or less to do "
-            "(data.max_prompt_tokens, rollout.max_new_tokens)"
-        )
-    say(f"{len(pairs)} candidates fit")
-    return sorted(pairs, key=lambda pair: pair.bound_s)
+            pair = _Pair(side, rollout, step_bound_s(found.config, least, of_rollout), _limit(least, of_rollout))
+            if accept(pair.config):
+                pairs.append(pair)
+    return pairs
+
+
+def _nothing_fits(found: Candidates, rejected: Counter[str]) -> NoReturn:
+    reasons = ", ".join(f"{count} by {reason}" for reason, count in rejected.most_common())
+    raise ConfigError(
+        f"nothing fits {found.devices} devices of hardware.preset={found.config.hardware.preset} "
+        f"({found.usable / 1e9:.1f} GB usable each): {reasons or 'no candidate'}; give more devices, or less to do "
+        "(data.max_prompt_tokens, rollout.max_new_tokens)"
+    )
 
 
 def _limit(trainer: Least, rollout: Least) -> str:
-    return "training" if trainer.work_s + trainer.alone_s >= rollout.work_s else "generation"
+    work = {
+        "training": trainer.work_s + trainer.alone_s,
+        "generation": rollout.work_s,
+        "reference": trainer.reference_s,
+    }
+    return max(work, key=lambda name: work[name])
 
 
 def _fits_in_turns(found: Candidates, trainer: Side, rollout: Side) -> bool:
@@ -233,7 +249,8 @@ def _race(pairs: list[_Pair], costs_of: CostsOf, workload: Workload, race: _Race
 
 def _spread(likely: list[tuple[Ranked, _Pair]], most: int) -> list[tuple[Ranked, _Pair]]:
     """Few runs shall see many splits: half of them, 4 at least, go to the best of each split."""
-    heads, rest = [], []
+    heads: list[tuple[Ranked, _Pair]] = []
+    rest: list[tuple[Ranked, _Pair]] = []
     seen: set[tuple[int, int, int]] = set()
     for item in likely:
         is_head = item[0].split not in seen and len(heads) < max(4, most // 2)
