@@ -51,12 +51,14 @@ class Replica:
     def __init__(self, device: Device, index: int) -> None:
         self.device, self.index = device, index
         self.stopped = asyncio.Event()
-        self.dead = False
+        self.dead = self.rousing = False
 
     async def rouse(self) -> None:
-        assert not any(self.device.trainer_there) and self.index not in self.device.awake
+        assert not any(self.device.trainer_there) and self.index not in self.device.awake and not self.rousing
         self._alive()
+        self.rousing = True
         await self.device.takes_time()
+        self.rousing = False
         self._alive()
         self.device.awake.add(self.index)
         self.device.check()
@@ -96,7 +98,7 @@ def make(interrupt: bool, replicas: int = 2, seed: int = 0) -> tuple[Device, dic
 
 @pytest.mark.parametrize("interrupt", [False, True], ids=["colocated", "lend"])
 def test_random_turns_never_meet_on_a_device_and_never_wait_for_ever(interrupt):
-    """Batches of three replicas, two lanes each, steps and savings of the trainer, in 150 random orders; a fifth of the
+    """Batches of three replicas, two lanes each, steps and savings of the trainer, in 100 random orders; a fifth of the
     blocks is cancelled at a random moment."""
 
     async def one(seed: int) -> None:
@@ -138,7 +140,7 @@ def test_random_turns_never_meet_on_a_device_and_never_wait_for_ever(interrupt):
             assert all(device.trainer_there) and not device.awake
         assert trained > 1 and batches > 2
 
-    for seed in range(150):
+    for seed in range(100):
         clock.run(one(seed))
 
 
@@ -206,6 +208,40 @@ def test_lent_devices_stay_with_a_trainer_that_has_its_next_batch_at_once():
         await asyncio.sleep(20)
         assert turns.count == 2 and device.awake == {0}
         answering.cancel()
+
+    clock.run(main())
+
+
+def test_a_trainer_that_comes_at_the_very_moment_at_which_its_devices_are_free_has_them_first():
+    """Both are woken in the same round of the loop, the trainer before the replica that waits."""
+
+    async def main() -> None:
+        device, workers, turns = make(interrupt=True)
+        device.takes_time = lambda: asyncio.sleep(2)
+        loop = asyncio.get_running_loop()
+
+        async def batch() -> None:
+            async with turns.generating(0):
+                await workers[0].answer(1000)
+
+        async def train_at(moment: float) -> None:
+            await asyncio.sleep(moment - loop.time())
+            async with turns.training():
+                for _ in range(50):
+                    assert all(device.trainer_there)
+                    await asyncio.sleep(0.1)
+
+        first = asyncio.ensure_future(batch())
+        await asyncio.sleep(10)
+        async with turns.training():
+            await first
+            second = asyncio.ensure_future(batch())
+            training = asyncio.ensure_future(train_at(loop.time() + turns.give_s + turns.take_s))
+            await asyncio.sleep(0)
+        await training
+        await asyncio.sleep(20)
+        assert device.awake == {0} and not second.done()
+        second.cancel()
 
     clock.run(main())
 
