@@ -90,6 +90,7 @@ def make_plan(
     profile: Profile | None = None,
     *,
     most: int | None = None,
+    accept: Callable[[Config], bool] = lambda config: True,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Plan, Config]:
     """The plan, and the configuration that it was made for: lengths that a profile has seen replace assumed ones."""
@@ -110,7 +111,7 @@ def make_plan(
     if most is None:
         most = max(2, min(24, 1024 // devices + 4, ROWS // (config.samples_per_step * steps)))
     short = changed(config, "simulation", steps=steps, skip_steps=skip)
-    plan = search(short, work, costs_of, simulated, devices=devices, most=most, say=say)
+    plan = search(short, work, costs_of, simulated, devices=devices, most=most, accept=accept, say=say)
     return plan, config
 
 

@@ -27,6 +27,13 @@ class Estimate:
     generate_s: float  # a replica computes
     limit: str  # what the step waits for, in words
 
+    def together_s(self, max_lag: int) -> float:
+        """How long both sides compute at a time: without lag no longer than they must to end in time, since training
+        waits for answers; with lag as chance has it."""
+        if max_lag == 0:
+            return max(0.0, self.train_s + self.generate_s - self.step_s)
+        return self.train_s * self.generate_s / self.step_s
+
     @property
     def idle(self) -> dict[str, float]:
         """Share of the step in which a side does nothing."""

@@ -69,8 +69,9 @@ class Profile:
             return alone
         costs, workload = alone, Workload.of(config)
         for _ in range(ROUNDS):  # how busy a side is depends on how slow the other one makes it
-            idle = estimate(config, costs, workload).idle
-            rollout = 1 + (self.slower["rollout"] - 1) * (1 - idle["trainer"])
-            train = 1 + (self.slower["train"] - 1) * (1 - idle["rollout"])
+            found = estimate(config, costs, workload)
+            together = found.together_s(config.workflow.max_lag)
+            rollout = 1 + (self.slower["rollout"] - 1) * min(1.0, together / found.generate_s)
+            train = 1 + (self.slower["train"] - 1) * min(1.0, together / found.train_s)
             costs = alone.scaled(rollout, train)
         return costs
