@@ -180,8 +180,11 @@ def estimate(config: Config, costs: Costs, workload: Workload) -> Estimate:
     if not w.overlap:
         return Estimate(generate + score + train + fresh, train, generate, "one task at a time")
     if w.max_lag == 0:
-        last = (train - costs.optimizer_s) / chunks
-        step = max(generate + last, train - costs.optimizer_s) + score + costs.optimizer_s + fresh
+        # A group can be trained when its longest answer ends: beside what the longest answer of all takes beyond that.
+        answer = workload.answer
+        beside = generate * (1 - answer.longest_of(workload.group_size) / answer.longest_of(samples))
+        work = train - costs.optimizer_s
+        step = generate + max(work / chunks, work - beside) + score + costs.optimizer_s + fresh
         return Estimate(step, train, generate, "generation, then the last chunk of training and new weights")
     per_step = calls_s(config, costs, workload)
     chain = (generate + score + train / chunks + costs.optimizer_s + fresh) / (w.max_lag + 1)
