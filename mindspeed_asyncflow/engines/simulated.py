@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mindspeed_asyncflow.errors import AsyncFlowError
 from mindspeed_asyncflow.planner.costs import Costs
 
 NO_TOKEN = -1  # version of an answer's first token before there is one
@@ -279,9 +280,20 @@ class SimulatedEngine:
             request = self._requests[number]
             places, done, first = leaving["place"][mine], leaving["done"][mine], leaving["first"][mine]
             last = np.where(done > 0, self.version, NO_TOKEN)
-            request.deliver(places, done, first, last)
+            try:
+                request.deliver(places, done, first, last)
+            except AsyncFlowError as error:  # boundary: refused answers are the error of whoever waits for them
+                self._refused(number, request, error)
+                continue
             request.open -= len(places)
             if not request.open:
                 del self._requests[number]
                 if not request.ended.done():
                     request.ended.set_result(None)
+
+    def _refused(self, number: int, request: _Request, error: AsyncFlowError) -> None:
+        """A request ends with an error; its other answers are dropped."""
+        del self._requests[number]
+        self._a["gone"] |= self._a["owner"] == number
+        if not request.ended.done():
+            request.ended.set_exception(error)

@@ -8,6 +8,7 @@ Workers of the simulation call the verbs that write; loops see `workflow/dock_po
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, Schema, grpo_tasks
 from mindspeed_asyncflow.dock.controller import Controller
 from mindspeed_asyncflow.dock.partition import ClaimRequest, Grant, Partition
 from mindspeed_asyncflow.dock.table import Parallel
-from mindspeed_asyncflow.errors import DockError
+from mindspeed_asyncflow.errors import ClaimLost, DockError
 from mindspeed_asyncflow.records import PromptRow
 
 PARTITION = "train"
@@ -163,8 +164,8 @@ class SimDock:
             return as_claim(await parked)
         except asyncio.CancelledError:
             self.control.cancel(key)
-            if parked.done() and not parked.cancelled() and parked.exception() is None and parked.result().claim_id:
-                self.control.release(parked.result().claim_id, None, None, self._now())
+            if parked.done() and not parked.cancelled() and parked.exception() is None:
+                self._take_back(parked.result())
                 self._settle()
             raise
         finally:
@@ -275,14 +276,20 @@ class SimDock:
         for key, outcome in outcomes:
             parked = self._parked.get(key)  # type: ignore[call-overload]
             if parked is None or parked.done():
-                if isinstance(outcome, Grant) and outcome.claim_id:  # its asker was cancelled
-                    self.control.release(outcome.claim_id, None, None, self._now())
+                if isinstance(outcome, Grant):
+                    self._take_back(outcome)
             elif isinstance(outcome, Grant):
                 parked.set_result(outcome)
             else:
                 parked.set_exception(outcome)
         if self.control.outcomes:
             self._settle()
+
+    def _take_back(self, grant: Grant) -> None:
+        """Its asker was cancelled, and perhaps forgotten already."""
+        if grant.claim_id:
+            with contextlib.suppress(ClaimLost):
+                self.control.release(grant.claim_id, None, None, self._now())
 
     def _arm(self, due: float | None) -> None:
         """A timer for the next end of a wait; leases do not end."""

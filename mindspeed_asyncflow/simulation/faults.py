@@ -39,7 +39,8 @@ def _parse(text: str, replicas: int) -> Fault:
         if kind == "unscored" and len(numbers) == 1 and 0 <= numbers[0] <= 1:
             return Fault(kind, amount=numbers[0])
         if kind == "slow" and 2 <= len(numbers) <= 3 and numbers[1] > 0:
-            return Fault(kind, _index(numbers[0], replicas), *([*numbers[2:], 0.0][:1]), amount=numbers[1])
+            at_s = numbers[2] if len(numbers) == 3 else 0.0
+            return Fault(kind, _index(numbers[0], replicas), at_s, numbers[1])
         if kind in ("leave", "die", "join") and len(numbers) == 2 and numbers[1] >= 0:
             return Fault(kind, _index(numbers[0], replicas), numbers[1])
         raise ValueError(f"the form is {form}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -105,7 +106,7 @@ class Simulation:
         late = {f.index for f in self.faults if f.kind == "join"}
         total = own_replicas(config) + sharing_replicas(config)
         self.rollouts = {i: self._rollout(i) for i in range(total) if i not in late}
-        quiet = progress or Progress(c.trainer.steps, _Nowhere(), live=False)
+        quiet = progress or Progress(c.trainer.steps, io.StringIO(), live=False)
         loop = asyncio.get_running_loop()
         self.recorder = StepRecorder(c, metrics, NoSamples(), quiet, str, loop.time)  # type: ignore[arg-type]
         self.mirrors = Mirrors(config, 0.0 if in_place else costs.fetch_s, self._fetch, self.rollouts)
@@ -244,18 +245,6 @@ class Simulation:
         rows = self.dock.part.rows  # those on their way out have served, their claims have not ended
         missing = self.run.window.open - (rows.count - rows.doomed_count)
         return {"neither trained nor dropped nor there": missing} if missing else {}
-
-
-class _Nowhere:
-    """A text stream for progress that nobody watches."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None: ...
-
-    def isatty(self) -> bool:
-        return False
 
 
 async def _nothing() -> None:

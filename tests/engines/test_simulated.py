@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mindspeed_asyncflow.engines.simulated import NO_TOKEN, SimulatedEngine, Timeline
+from mindspeed_asyncflow.errors import ClaimLost
 from mindspeed_asyncflow.planner.costs import Costs
 from mindspeed_asyncflow.simulation import clock
 
@@ -204,3 +205,20 @@ def test_a_lost_replica_fails_its_requests():
         return answers.tokens.tolist()
 
     assert clock.run(main()) == [NO_TOKEN]
+
+
+def test_refused_answers_are_the_error_of_who_waits_and_others_go_on():
+    def refuse(*answers):
+        raise ClaimLost("gone")
+
+    async def main():
+        engine = SimulatedEngine(FLAT, 8)
+        refused = engine.submit(np.array([1, 1]), np.array([4, 9]), np.array([0, 1]), refuse)
+        answers, ended = submit(engine, [6])
+        with pytest.raises(ClaimLost, match="gone"):
+            await refused
+        assert len(engine) == 1
+        await ended
+        return answers.at.tolist()
+
+    assert clock.run(main()) == pytest.approx([6])

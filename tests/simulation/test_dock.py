@@ -71,6 +71,20 @@ def test_a_claim_whose_asker_is_cancelled_gives_its_rows_to_the_next():
     assert len(on_dock(main)) == 2
 
 
+def test_an_asker_that_is_forgotten_and_cancelled_at_once_leaves_its_rows_to_others():
+    async def main(dock):
+        gone = asyncio.create_task(dock.claim("rollout", 1, worker="a"))
+        await asyncio.sleep(1)
+        await dock.put_groups(groups_of(0))
+        gone.cancel()
+        await dock.forget_worker("a")
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        return await dock.claim("rollout", 1, worker="b", timeout_s=0.0)
+
+    assert len(on_dock(main)) == 2
+
+
 def test_every_call_costs_a_round_trip():
     async def main(dock):
         await dock.put_groups(groups_of(0))
