@@ -11,6 +11,7 @@ SMALL = [
 CONFIG = "configs/qwen_tiny_cpu.yaml"
 
 
+@pytest.mark.slow
 def test_a_run_leaves_result_trace_and_picture(tmp_path, capsys):
     assert cli.main(["simulate", CONFIG, *SMALL, "--out", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out

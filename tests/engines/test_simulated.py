@@ -177,7 +177,7 @@ def test_tokens_are_conserved_under_cuts_at_any_time():
         await ended
         return wanted, answers
 
-    for seed in range(10):
+    for seed in range(4):
         wanted, answers = clock.run(main(seed))
         assert (answers.tokens == wanted).all()
         assert (answers.first <= answers.last).all()

@@ -58,6 +58,7 @@ def test_a_replica_that_joins_late_makes_the_run_faster_from_then_on():
     assert result.step_times_s[-1] < 0.7 * result.step_times_s[1]
 
 
+@pytest.mark.slow
 def test_a_slow_replica_answers_less_and_holds_nobody_up_for_ever():
     result = run("slow:1:4", more=["workflow.max_lag=2"])
     assert result.trained == 8 * 64

@@ -115,6 +115,7 @@ def test_throughput_counts_prompts_and_answers_of_trained_samples():
     assert result.label == "simulated, not run on NPUs"
 
 
+@pytest.mark.slow
 def test_every_named_schedule_runs_on_the_same_workload():
     config = parse_config(BASE, ["workflow.groups_per_step=8", "hardware.devices=4", "rollout.replicas=2"])
     trained = {
