@@ -140,17 +140,43 @@ def fastest(plan: Plan) -> float:
 
 
 def over_even_split(cases: list[tuple]) -> dict[str, Any]:
-    """Simulated tokens/s of the plan over those of the best sizes that give half of the devices to each side."""
-    ratios = {}
+    """Simulated tokens/s of the plan over those of an even split: half of the devices for each side. Two of them: with
+    the sizes that one takes without a planner (`plain`), and with the best sizes that there are for this split."""
+    plain, best = {}, {}
     for model, devices, groups, answer, p95 in cases:
         config = parse_config(CLUSTER.format(model=model, devices=devices, groups=groups, answer=answer, p95=p95))
         work = model_work(config)
         plan, _ = make_plan(config, work)
         half = devices // 2
         even, _ = make_plan(config, work, accept=lambda c, half=half: c.trainer.world_size == half)
-        ratios[f"{model} on {devices}"] = round(fastest(even) / fastest(plan), 3)
-        say(f"{model} on {devices}: {plan.best.split} over {even.best.split}: {ratios[f'{model} on {devices}']}")
-    return {"plan_over_even_split": round(statistics.geometric_mean(ratios.values()), 3), "even_split_cases": ratios}
+        usual = plain_half(config, work, half)
+        name = f"{model} on {devices}"
+        plain[name], best[name] = (round(fastest(other) / fastest(plan), 3) for other in (usual, even))
+        say(f"{name}: {plan.best.split}; over {usual.best.split}: {plain[name]}, over {even.best.split}: {best[name]}")
+    return {
+        "plan_over_even_split": round(statistics.geometric_mean(plain.values()), 3),
+        "plan_over_even_split_best_sizes": round(statistics.geometric_mean(best.values()), 3),
+        "even_split_cases": plain,
+        "even_split_best_sizes_cases": best,
+    }
+
+
+def plain_half(config: Config, work: Work, half: int) -> Plan:
+    """Half of the devices for each side, the least tensor parallelism that fits, no pipeline and no context
+    parallelism, as many replicas as there is room for."""
+    sizes = [(trainer, rollout) for trainer in (1, 2, 4, 8, 16) for rollout in (1, 2, 4, 8, 16)]
+    for trainer, rollout in sizes:
+
+        def usual(c: Config, trainer: int = trainer, rollout: int = rollout) -> bool:
+            t, r = c.trainer, c.rollout
+            alone = t.pipeline_parallel == t.context_parallel == 1 and t.world_size == half
+            return alone and (t.tensor_parallel, r.tensor_parallel) == (trainer, rollout)
+
+        try:
+            return make_plan(config, work, accept=usual)[0]
+        except ConfigError:  # does not fit
+            continue
+    raise SystemExit(f"no plain even split of {2 * half} devices fits {config.model.source}")
 
 
 def plan_seconds(model: str = "qwen2.5-32b") -> float:
