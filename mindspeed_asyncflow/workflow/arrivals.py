@@ -8,7 +8,7 @@ node. Nobody waits for a fetch but a batch that may not be answered with anythin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,6 +101,11 @@ class Arrivals:
     def at(self, index: int) -> Published | None:
         """The newest version that replica `index` can load."""
         return self._at[index]
+
+    def held(self, indices: Iterable[int]) -> list[int]:
+        """Versions that these replicas may come to load although newer ones are published."""
+        arrived = [published.version for i in indices if (published := self._at[i]) is not None]
+        return arrived + [version for _, version, _ in self._since.values()]
 
     async def wait(self, index: int, version: int) -> None:
         """Wait until replica `index` can load `version` or a newer one. Raises what a fetch failed with."""

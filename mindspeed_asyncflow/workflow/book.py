@@ -33,6 +33,7 @@ class OpenGroup:
     issue: Issue
     sampled: int | None = None  # oldest version that may have sampled a token of it; None: not begun
     scored: bool = False
+    left: int = 0  # samples that may still be trained
 
 
 class StepBook:
@@ -42,6 +43,7 @@ class StepBook:
         self.group_size = group_size
         self.next_group = 0
         self.epoch = 0
+        self.surplus: set[int] = set()  # groups that the newest step has left over and dropped
         self._followers: list[asyncio.Queue[list[int]]] = []
         self._groups: dict[int, OpenGroup] = {}  # in issue order
         self._put: set[int] = set()  # those that the dock holds
@@ -56,7 +58,7 @@ class StepBook:
         for issue in issues:
             group_id = self.next_group
             self.next_group += 1
-            self._groups[group_id] = OpenGroup(batch, issue)
+            self._groups[group_id] = OpenGroup(batch, issue, left=self.group_size)
             rows = range(self.group_size)
             groups.append([self._row(group_id, member, issue) for member in rows])
         return groups
@@ -150,6 +152,22 @@ class StepBook:
     def _tell(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
+
+    def lose(self, group_id: int, samples: int) -> int:
+        """Some samples of a group are dropped; returns how many it has left, 0 also for one that has left the book."""
+        if group_id not in self._groups:
+            return 0
+        opened = self._groups[group_id]
+        opened.left -= samples
+        return opened.left
+
+    def drop_surplus(self, group_ids: Sequence[int]) -> int:
+        """A step is complete without these groups, and none after it can train them; returns their samples."""
+        self.surplus = set(group_ids)
+        samples = sum(self._groups[group].left for group in group_ids)
+        for group in group_ids:
+            self.close_group(group)
+        return samples
 
     def open_batches(self) -> Iterator[tuple[int, int]]:
         """(batch, open groups) for messages."""

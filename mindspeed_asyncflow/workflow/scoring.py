@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from mindspeed_asyncflow.dock.client import Claim
 from mindspeed_asyncflow.workflow.answering import rows_of
 from mindspeed_asyncflow.workflow.job import Job
+from mindspeed_asyncflow.workflow.workers import ScoreReport
 
 
 class Scoring:
@@ -34,37 +36,35 @@ class Scoring:
         report = await job.crew.scorer.score(claim.claim_id, rows_of(claim))
         job.recorder.scored(report)
         job.events.note("scored", groups=np.unique(claim.group_ids).tolist(), unscored=len(report.unscored))
-        if report.unscored:
-            self._drop_unscored(claim, report.unscored)
-        for group in report.flat:
-            rows = claim.rows[claim.group_ids == group].tolist()
-            self._drop_flat(group, sum(row not in report.unscored for row in rows))
+        self._count_dropped(claim, report)
         job.book.scored(np.unique(claim.group_ids).tolist())
         job.progressed()
 
-    def _drop_unscored(self, claim: Claim, unscored: dict[int, str]) -> None:
-        """A group without any score leaves its batch: the step trains with what is left."""
-        job = self.job
-        job.window.dropped["unscored"] += len(unscored)
-        for group in np.unique(claim.group_ids).tolist():
-            if all(int(r) in unscored for r in claim.rows[claim.group_ids == group]):
-                job.book.close_group(group)
-                job.events.note("dropped", group=group, reason="unscored")
-
-    def _drop_flat(self, group: int, rows: int) -> None:
-        """All its rewards are equal: nothing to learn. The train loop replaces it while its step lacks groups."""
-        job = self.job
-        job.window.dropped["zero_variance"] += rows
-        job.book.close_group(group)
-        job.events.note("dropped", group=group, reason="zero_variance")
+    def _count_dropped(self, claim: Claim, report: ScoreReport) -> None:
+        """A group without any score leaves its batch, which trains with what is left; one whose rewards are all equal
+        leaves it too, and is replaced while its step lacks groups. What was surplus meanwhile is counted as that."""
+        job, dropped = self.job, self.job.window.dropped
+        unscored = np.isin(claim.rows, list(report.unscored))
+        flat = np.isin(claim.group_ids, report.flat) & ~unscored
+        for reason, chosen in (("unscored", unscored), ("zero_variance", flat)):
+            for group, samples in zip(*np.unique(claim.group_ids[chosen], return_counts=True)):
+                if int(group) in job.book.surplus:
+                    continue
+                dropped[reason] += int(samples)
+                job.events.note("dropped", group=int(group), samples=int(samples), reason=reason)
+                if job.book.is_open(int(group)) and not job.book.lose(int(group), int(samples)):
+                    job.book.close_group(int(group))
 
     async def reference_loop(self, index: int) -> None:
         """As `score_loop`, over the references in equal shares."""
-        puts = self.reference_puts[index]
+        puts, references = self.reference_puts[index], len(self.job.crew.references)
+        few = math.ceil(
+            self.job.config.workflow.groups_per_step / (4 * references)
+        )  # or one would take what many could
         while True:
             if puts is None:
-                await self.refer(index, self.job.config.workflow.groups_per_step)
-            elif groups := (await puts.get())[index :: len(self.job.crew.references)]:
+                await self.refer(index, few)
+            elif groups := (await puts.get())[index::references]:
                 await self.refer(index, len(groups), group_ids=groups, at_least=len(groups))
 
     async def refer(self, index: int, groups: int, **which: Any) -> None:

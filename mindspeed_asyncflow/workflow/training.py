@@ -195,11 +195,9 @@ class Training:
         left = job.book.pending(step)
         if not left:
             return
+        job.window.dropped["surplus"] += job.book.drop_surplus(left)
+        await job.dock.drop_groups(left, "surplus")  # first, or a stopped answer would be claimed again
         await self.stop_answering()
-        await job.dock.drop_groups(left, "surplus")
-        for group in left:
-            job.book.close_group(group)
-        job.window.dropped["surplus"] += len(left) * job.config.algorithm.group_size
 
     async def _train(self, step: int, claim: Claim, sums: _Sums) -> None:
         """Gradients of a claim, in the chunks in which a streamed step would get its groups: the sums are the same."""

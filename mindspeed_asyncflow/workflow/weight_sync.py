@@ -118,7 +118,9 @@ class WeightSync:
         self.newest = manifest
         self._fingerprints[manifest.version] = manifest.fingerprint
         self.events.note("published", manifest=manifest)
-        in_use = [v for v in self.served if v != NOTHING] + [since for _, since in self._since.values()]
+        there = [i for i, replica in enumerate(self.replicas) if replica is not None]
+        in_use = [self.served[i] for i in there if self.served[i] != NOTHING] + self.arrivals.held(there)
+        in_use += [since for _, since in self._since.values()]
         for version in [v for v in self._fingerprints if v < min(in_use, default=0)]:
             del self._fingerprints[version]
         self.step_behind = max([self.step_behind, *(self.behind()[i] for i, _ in self._since.values())])
