@@ -58,9 +58,8 @@ class Scoring:
     async def reference_loop(self, index: int) -> None:
         """As `score_loop`, over the references in equal shares."""
         puts, references = self.reference_puts[index], len(self.job.crew.references)
-        few = math.ceil(
-            self.job.config.workflow.groups_per_step / (4 * references)
-        )  # or one would take what many could
+        # Few at once: one reference would take what many could.
+        few = math.ceil(self.job.config.workflow.groups_per_step / (4 * references))
         while True:
             if puts is None:
                 await self.refer(index, few)

@@ -180,6 +180,16 @@ class Training:
         """Groups that are claimed at once."""
         return self.job.config.workflow.groups_per_step if self.whole else self.stream
 
+    def describe(self) -> str:
+        """What the running step has and lacks, one line for messages of the no-progress watchdog."""
+        job, w = self.job, self.job.config.workflow
+        open_groups = job.book.pending(None if w.take == "ready" else job.step)
+        scored = sum(map(job.book.is_scored, open_groups))
+        return (
+            f"trainer: step {job.step} has {self.feeder.taken} of {w.groups_per_step} groups and waits for "
+            f"{len(open_groups)} open ones, {scored} of them scored"
+        )
+
     async def _dropped(self, group: int, rows: int, reason: str) -> None:
         """Too old for the law: the prompt is issued again, unless more groups than needed are issued anyway."""
         job = self.job
