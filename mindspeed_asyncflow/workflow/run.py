@@ -134,12 +134,8 @@ class Run:
             idle = now() - job.progress_at
             if idle > limit:
                 open_groups = ", ".join(f"step {b}: {n} groups" for b, n in job.book.open_batches())
-                said = [
-                    self.answering.describe(),
-                    job.sync.describe(),
-                    job.turns.describe(),
-                    await self.dock.describe(),
-                ]
+                parts = (self.training, self.answering, job.sync, job.turns)
+                said = [*(part.describe() for part in parts), await self.dock.describe()]
                 raise DeadlineExceeded(
                     f"no progress for {idle:.0f} s (workflow.watchdog_s {limit:g}) in step {job.step}; "
                     f"open: {open_groups or 'nothing'}\n" + "\n".join(line for line in said if line)
