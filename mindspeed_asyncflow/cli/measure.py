@@ -101,19 +101,17 @@ class Blocks:
             counter.update(values.tolist())
         return rows
 
-    async def train(self, rows: Rows, micro_batch_tokens: int, chosen: slice = slice(None)) -> None:
-        """Forward and backward over rows of a claim, as a step of the train loop takes them."""
+    async def train(self, rows: Rows, micro_batch_tokens: int) -> None:
+        """Forward and backward over the rows of a claim, as a step of the train loop does it."""
         claim, t = rows.claim, self.config.trainer
-        picked = np.argsort(claim.group_ids, kind="stable")[chosen]
-        rows_of, groups_of, members = claim.rows[picked], claim.group_ids[picked], claim.members[picked]
-        infos = batcher.RowInfos(rows_of, groups_of, members, claim.tokens[picked])
+        handles, tokens = claim.rows.tolist(), claim.tokens
         began = time.perf_counter()
+        infos = batcher.RowInfos(claim.rows, claim.group_ids, claim.members, tokens)
         plan = batcher.plan(infos, 1, micro_batch_tokens, t.pipeline_parallel if t.virtual_pipeline else 1)
-        versions = dict.fromkeys(rows_of.tolist(), (0, 0))
-        groups = dict(zip(rows_of.tolist(), zip(groups_of.tolist(), members.tolist())))
+        versions = dict.fromkeys(handles, (0, 0))
+        groups = dict(zip(handles, zip(claim.group_ids.tolist(), claim.members.tolist())))
         await asyncio.gather(*(w.train(plan, versions, groups, 0) for w in self.session.trainers))
-        await self.dock.read(claim.rows[picked], ["reward"])
-        tokens = claim.tokens[picked]
+        await self.dock.read(claim.rows, ["reward"])
         count = float(len(plan[0]))
         self.note("train", began, micro_batches=count, tokens=float(tokens.sum()), squares=_squares(tokens))
 
