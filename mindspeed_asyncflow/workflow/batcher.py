@@ -6,6 +6,7 @@ fixed seed sums the same numbers in the same order.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,10 +69,17 @@ def _balance(tokens: np.ndarray, share: np.ndarray, parts: int) -> list[np.ndarr
 
 def _fewest(tokens: np.ndarray, share: np.ndarray, max_tokens: int) -> int:
     """Number of evenly filled micro-batches into which a replica's rows fit."""
-    count = max(1, -(-int(tokens[share].sum()) // max_tokens))
-    while max(tokens[batch].sum() for batch in _balance(tokens, share, count)) > max_tokens:
-        count += 1
-    return count
+    if not len(share):
+        return 1
+    total, longest = int(tokens[share].sum()), int(tokens[share].max())
+    least = max(1, -(-total // max_tokens))
+    # No part gets more than the mean and one row, so with `most` parts they fit for sure.
+    most = len(share) if longest >= max_tokens else min(len(share), -(-total // (max_tokens - longest)))
+
+    def fits(count: int) -> bool:
+        return max(tokens[batch].sum() for batch in _balance(tokens, share, count)) <= max_tokens
+
+    return bisect.bisect_left(range(most), True, lo=least, key=fits)
 
 
 def _cut(tokens: np.ndarray, share: np.ndarray, count: int) -> list[np.ndarray]:
