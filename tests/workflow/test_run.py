@@ -63,6 +63,7 @@ def test_lag_0_trains_the_same_rows_at_the_same_versions_however_weights_are_upd
     assert out.run.window.dropped == {} and out.run.sync.newest.version == 6
 
 
+@pytest.mark.slow
 def test_the_trainer_goes_on_while_its_weights_are_written(tmp_path):
     """A version takes as long to write as a step to compute: both overlap, only the rest of it is waited for."""
     train = FakeTrain(delay_s=0.05)

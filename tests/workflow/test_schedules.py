@@ -36,6 +36,7 @@ def check_nothing_lost(out):
     assert out.run.book.count() * out.run.book.group_size == window.open
 
 
+@pytest.mark.slow
 def test_ready_steps_train_what_is_complete_and_leave_nothing_to_become_stale(tmp_path):
     """Every fourth prompt answers many times longer than the others; two versions of lag are allowed."""
     out = run_loops(
@@ -117,6 +118,7 @@ def test_the_end_of_the_data_stops_refills_too(tmp_path):
     assert sum(len(rows) for rows in out.train.rows) == 14
 
 
+@pytest.mark.slow
 def test_long_answers_go_on_over_steps_and_are_trained_whole_in_order(tmp_path):
     """B31: rounds of 5 tokens; token i of a prompt is key + 10 + i, its log-probability minus its version."""
     seen = {}
@@ -160,6 +162,7 @@ def test_lanes_keep_a_replica_busy_while_its_long_answers_go_on(tmp_path):
     check_nothing_lost(out)
 
 
+@pytest.mark.slow
 def test_the_last_answers_of_a_replica_move_to_a_busier_one(tmp_path):
     moved = []
 
@@ -230,6 +233,7 @@ def test_a_replica_that_joins_late_takes_its_share(tmp_path):
     assert not out.run.job.crew.starting
 
 
+@pytest.mark.slow
 def test_a_replica_that_leaves_hands_its_answers_over(tmp_path):
     left = threading.Event()
 
@@ -275,6 +279,7 @@ def test_the_version_rises_once_per_global_batch_whatever_the_dispatch_size(tmp_
     assert out.train.denominators == [16.0] * 3  # eight answers of two tokens
 
 
+@pytest.mark.slow
 def test_nothing_that_the_loops_remember_grows_with_the_run(tmp_path):
     """B94: sizes of everything that the driver's bookkeeping holds, after 5 steps and after 60."""
 
