@@ -22,6 +22,7 @@ import numpy as np
 from mindspeed_asyncflow.errors import AsyncFlowError
 from mindspeed_asyncflow.planner.costs import Costs
 
+MOMENTS = 16  # at least, of a timeline, at which units are delivered
 NO_TOKEN = -1  # version of an answer's first token before there is one
 _FIELDS = ("context", "left", "done", "prefilled", "first", "unit", "owner", "place", "gone")
 _FLAGS = ("prefilled", "gone")
@@ -115,7 +116,8 @@ class SimulatedEngine:
     """One replica. `speed`: factor on its pace (faults); `version`: of its weights.
 
     Answers come back in units (prompt groups): all members of a unit in one request are delivered when the last of them
-    ends, those that are stopped at once with the tokens that they have.
+    ends, those that are stopped at once with the tokens that they have. Units that end close together come back together
+    (`_delivery`); the last one of a timeline, which frees the replica, comes when it ends.
     """
 
     def __init__(self, costs: Costs, max_running: int, speed: float = 1.0) -> None:
@@ -165,6 +167,7 @@ class SimulatedEngine:
     async def load(self, version: int, seconds: float) -> None:
         """Running answers stand still for `seconds` and go on with `version`."""
         self._cut()
+        self._flush()
         self._note_spans()
         self._paused += 1
         try:
@@ -216,9 +219,20 @@ class SimulatedEngine:
         units, where = np.unique(a["unit"], return_inverse=True)
         ends = np.zeros(len(units))
         np.maximum.at(ends, where, self._timeline.end_s)
+        ends = self._delivery(ends)
         order = np.argsort(-ends, kind="stable")
         self._due = list(zip(ends[order].tolist(), units[order].tolist()))
         self._wait()
+
+    def _delivery(self, ends: np.ndarray) -> np.ndarray:
+        """When units that end at `ends` (seconds of the timeline) are delivered: at the next of the moments that all
+        replicas share, of which a timeline has 16 to 32. Each one costs the simulation as much as a unit."""
+        last = ends.max()
+        if last <= 0 or len(ends) <= 2:
+            return ends
+        grid = 2.0 ** np.floor(np.log2(last / self.speed / MOMENTS))
+        at = (np.ceil((self._began + ends / self.speed) / grid) * grid - self._began) * self.speed
+        return np.where(ends >= last, ends, np.clip(at, ends, last))
 
     def _wait(self) -> None:
         if self._due:
@@ -265,6 +279,15 @@ class SimulatedEngine:
         a["context"] += moved
         a["left"] -= moved
         a["first"][(moved > 0) & (a["first"] == NO_TOKEN)] = self.version
+
+    def _flush(self) -> None:
+        """Deliver units that are complete and waited for their moment: their tokens are of this version."""
+        a = self._a
+        ended = np.isin(a["unit"], a["unit"][a["left"] > 0], invert=True)
+        if ended.any():
+            leaving = {name: a[name][ended] for name in _FIELDS}
+            self._a = {name: a[name][~ended] for name in _FIELDS}
+            self._give(leaving)
 
     def _note_spans(self) -> None:
         a = self._a

@@ -60,7 +60,7 @@ class SimRollout:
             mine = slots[places]
             tokens += int(done.sum())
             rows.generated(mine, done, first, last)
-            served.update(np.unique(last[last >= 0]).tolist())
+            served.update(last.tolist())
             whole = rows.done[mine] >= rows.target[mine]
             if whole.any():
                 self.dock.answered(claim_id, mine[whole])
@@ -88,7 +88,7 @@ class SimRollout:
         complete = len(batch) - len(unfinished)
         if complete:
             self.dock.finish(claim_id)
-        pairs = tuple((v, self._fingerprints[v]) for v in sorted(served))
+        pairs = tuple((v, self._fingerprints[v]) for v in sorted(served) if v >= 0)
         return RolloutReport(complete, tokens, now() - began, pairs, tuple(unfinished))
 
     async def stop(self) -> int:
@@ -149,6 +149,10 @@ class SimScorer:
         with get_tracer().span("reward/score", lane="scorer", rows=len(batch)):
             await asyncio.sleep(took)
         self.busy_s += took
+        if not self.unscored_share and not self.drop_flat:
+            self.dock.scored(claim_id, slots)
+            self.dock.finish(claim_id)
+            return ScoreReport({}, took, ())
         silent = np.zeros(len(batch), bool)
         if self.unscored_share:
             silent = self.prompts.chance(batch.group_ids, batch.members, "unscored") < self.unscored_share
