@@ -116,7 +116,7 @@ class SimulatedEngine:
     """One replica. `speed`: factor on its pace (faults); `version`: of its weights.
 
     Answers come back in units (prompt groups): all members of a unit in one request are delivered when the last of them
-    ends, those that are stopped at once with the tokens that they have. Units that end close together come back together
+    ends, those that are stopped at once with the tokens that they have. Units that end close together come back at once
     (`_delivery`); the last one of a timeline, which frees the replica, comes when it ends.
     """
 
