@@ -36,7 +36,8 @@ class Scoring:
         report = await job.crew.scorer.score(claim.claim_id, rows_of(claim))
         job.recorder.scored(report)
         job.events.note("scored", groups=np.unique(claim.group_ids).tolist(), unscored=len(report.unscored))
-        self._count_dropped(claim, report)
+        if report.unscored or report.flat:
+            self._count_dropped(claim, report)
         job.book.scored(np.unique(claim.group_ids).tolist())
         job.progressed()
 
