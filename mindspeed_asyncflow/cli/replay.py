@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mindspeed_asyncflow.errors import ConfigError
+from mindspeed_asyncflow.errors import ConfigError, RecordError
 from mindspeed_asyncflow.workflow.record import open_run
 
 NAME = "replay"
@@ -32,6 +32,9 @@ def _count(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     config, record, there = open_run(arguments.run_folder)
     steps = arguments.steps or there
+    if record.damage and (arguments.steps is None or not there):
+        before = f"; --steps {there} repeats what is before that" if there else ""
+        raise RecordError(f"the record of {arguments.run_folder} is not whole: {record.damage}{before}")
     if steps > there:
         raise ConfigError(f"--steps {steps}: {arguments.run_folder} has {there} recorded steps (observe.events_mb)")
     # Only now: Ray and what it loads take seconds, and a mistake is answered at once.

@@ -43,7 +43,12 @@ def replay(run: Path, config: Config, record: Record, steps: int, out: Path | No
         verdict = _run(_alone(config), record, RunFolder(run), results, steps)
     finally:
         close_logging()
-    said = {"repeated": verdict.repeated, "recorded": len(record.steps), "difference": verdict.difference}
+    said = {
+        "repeated": verdict.repeated,
+        "recorded": len(record.steps),
+        "made": record.made,
+        "difference": verdict.difference,
+    }
     results.summary.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     _say(_words(verdict, record))
     return DIFFERENT if verdict.difference else SAME
@@ -109,8 +114,10 @@ async def _main(workers: Workers, model_folder: str, record: Record, folder: Run
 
 
 def _words(verdict: Verdict, record: Record) -> str:
+    extent = record.extent()
     if not verdict.difference:
-        return f"{verdict.repeated} of {len(record.steps)} recorded versions repeated bit for bit"
+        same = f"{verdict.repeated} of {len(record.steps)} recorded versions repeated bit for bit"
+        return f"{same}; {extent}" if extent else same
     now = surroundings()
     lines = [f"differs: {verdict.difference}", f"{verdict.repeated} versions before it repeated bit for bit"]
     lines += [
@@ -118,4 +125,5 @@ def _words(verdict: Verdict, record: Record) -> str:
         for name in now
         if record.surroundings[name] != now[name]
     ]
+    lines += [extent] if extent else []
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import ConfigError, RecordError
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.workflow.events import FORMAT, digest_of
-from mindspeed_asyncflow.workflow.sample_log import is_recorded
+from mindspeed_asyncflow.workflow.sample_log import file_of, is_recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,23 @@ class Record:
     surroundings: dict[str, Any]
     published: dict[int, dict[str, Any]] = field(default_factory=dict)  # by version, as `events.manifest_fields`
     steps: list[Step] = field(default_factory=list)  # those whose version was published, from the first one on
-    torn: bool = False  # the last line is not whole: the run was killed
+    torn: bool = False  # the last line is not whole
+    made: int = 0  # steps that the run says it made; 0: it says nothing
+    ended: bool = True  # the run wrote its summary; False: its driver was killed, or it still goes on
+    damage: str = ""  # what is missing that the run had recorded, in words; empty: nothing
+
+    def extent(self) -> str:
+        """In words, how the record ends where it is not the record of a whole run; empty: it is."""
+        there = len(self.steps)
+        end = f"the record ends in the middle of step {there + 1}" if self.torn else ""
+        made = f"the run made {self.made} steps" if self.made > there else ""
+        killed = "" if self.ended else "the run wrote no summary, as when its driver is killed"
+        return "; ".join(part for part in (end, made, killed) if part)
 
 
 def open_run(run: Path) -> tuple[Config, Record, int]:
-    """Settings, record and number of steps that can be repeated (at least one) of the run in the folder `run`.
+    """Settings, record and number of steps that can be repeated of the run in the folder `run`; at least one, or none
+    where `record.damage` says why.
 
     Raises ConfigError for a folder that is no run, has no record, or has other settings than those that were recorded;
     RecordError as `read_record`.
@@ -60,8 +72,13 @@ def open_run(run: Path) -> tuple[Config, Record, int]:
     config, record = load_config(folder.config), read_record(events)
     if digest_of(folder.config.read_text(encoding="utf-8")) != record.config:
         raise ConfigError(f"{folder.config} was changed after the run had begun: the record does not belong to it")
+    record.made, record.ended = _steps_made(folder), folder.summary.is_file()
     there = recorded_steps(record, folder.events, config.trainer.data_parallel)
-    if not there:
+    record.damage = _hole(record, folder.events, config.trainer.data_parallel)
+    # A run that has written its summary had closed its record, at most one version behind.
+    if not record.damage and record.ended and record.made > len(record.steps) + (not record.torn):
+        record.damage = record.extent()
+    if not there and not record.damage:
         raise ConfigError(f"no step of {run} is recorded with its samples (observe.events_mb)")
     return config, record, there
 
@@ -72,6 +89,26 @@ def recorded_steps(record: Record, samples: Path, replicas: int) -> int:
         if not is_recorded(samples, step.version - 1, replicas):
             return count
     return len(record.steps)
+
+
+def _hole(record: Record, samples: Path, replicas: int) -> str:
+    """The first file of samples that is missing although the same replica recorded a later step; empty: none."""
+    for replica in range(replicas):
+        files = [file_of(samples, step.version - 1, replica) for step in record.steps]
+        there = [file.is_file() for file in files]
+        if False in there and True in there[there.index(False) :]:
+            return f"{files[there.index(False)]} is missing, and samples of later steps are there"
+    return ""
+
+
+def _steps_made(folder: RunFolder) -> int:
+    """As the summary says; of a run without one, as its metrics do. 0: neither is there."""
+    try:
+        return int(json.loads(folder.summary.read_text(encoding="utf-8"))["steps"])
+    except FileNotFoundError:
+        return folder.metrics.read_bytes().count(b"\n") if folder.metrics.is_file() else 0
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{folder.summary} is no summary of a run: {error!r}") from error
 
 
 def read_record(path: Path) -> Record:
@@ -109,6 +146,11 @@ def read_record(path: Path) -> Record:
     while version in finished and version in record.published:
         record.steps.append(finished[version])
         version += 1
+    later = [v for v in finished.keys() | record.published.keys() if v > version]
+    if later:
+        raise RecordError(
+            f"{path}: the events of version {version} are missing, those of version {min(later)} are there"
+        )
     record.torn = torn
     return record
 

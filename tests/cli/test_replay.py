@@ -1,5 +1,6 @@
 """`asyncflow replay`: what it says of folders that it cannot repeat, and a whole run that it repeats."""
 
+import json
 import re
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from mindspeed_asyncflow.config.load import dump_resolved
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.records import OptimReport, WeightManifest
 from mindspeed_asyncflow.workflow.events import EventLog
+from mindspeed_asyncflow.workflow.record import open_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +70,62 @@ def test_a_torn_record_is_named_with_its_line(run_folder, capsys):
     lines = file.read_text().splitlines(keepends=True)
     file.write_text(lines[0] + "{\n" + "".join(lines[1:]))
     assert "line 2 is torn" in said(capsys, 1, run_folder)
+
+
+def grow(folder, versions, summary=True):
+    """More steps for the record, each with its samples, and what the run said of them."""
+    log = EventLog(folder / "events" / "events.jsonl", clock=lambda: 0.0)
+    for version in range(2, versions + 1):
+        log.note("finished", version=version, tokens=3, samples=1, optim=OptimReport(True, 1.0, 0.1))
+        log.note("published", manifest=WeightManifest(version, "", 0, (), (8,), f"f{version}"))
+    log.close()
+    for step in range(versions):
+        (folder / "events" / f"step_{step:06d}_replica_0.npz").touch()
+    (folder / "metrics.jsonl").write_text("{}\n" * versions)
+    if summary:
+        (folder / "summary.json").write_text(json.dumps({"steps": versions}))
+
+
+def test_samples_that_are_missing_in_the_middle_are_named(run_folder, capsys):
+    grow(run_folder, 5)
+    assert open_run(run_folder)[1].damage == ""
+    (run_folder / "events" / "step_000002_replica_0.npz").unlink()
+    text = said(capsys, 1, run_folder)
+    assert "step_000002_replica_0.npz is missing" in text and "--steps 2 repeats" in text
+
+
+def test_samples_that_end_early_are_no_damage(run_folder):
+    grow(run_folder, 5)
+    for step in (3, 4):
+        (run_folder / "events" / f"step_{step:06d}_replica_0.npz").unlink()
+    _, record, there = open_run(run_folder)
+    assert (there, record.damage) == (3, "")
+
+
+def test_events_that_are_missing_in_the_middle_are_an_error(run_folder, capsys):
+    grow(run_folder, 5)
+    file = run_folder / "events" / "events.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if '"finished","version":3' not in line))
+    assert "events of version 3 are missing" in said(capsys, 1, run_folder)
+
+
+def test_a_torn_record_of_a_run_that_ended_is_not_whole(run_folder, capsys):
+    grow(run_folder, 5)
+    file = run_folder / "events" / "events.jsonl"
+    file.write_bytes(file.read_bytes()[: -(len(file.read_bytes()) // 4)])
+    there = open_run(run_folder)[2]
+    text = said(capsys, 1, run_folder)
+    assert f"ends in the middle of step {there + 1}; the run made 5 steps" in text and f"--steps {there}" in text
+
+
+def test_a_torn_record_of_a_run_that_was_killed_is_repeated_and_the_words_say_how_far_it_goes(run_folder):
+    grow(run_folder, 5, summary=False)
+    file = run_folder / "events" / "events.jsonl"
+    file.write_bytes(file.read_bytes()[:-20])
+    _, record, there = open_run(run_folder)
+    assert (there, record.damage) == (4, "")
+    assert record.extent().startswith("the record ends in the middle of step 5; the run made 5 steps; the run")
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "many"])
