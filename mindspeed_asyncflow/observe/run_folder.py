@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.errors import ConfigError, PlatformError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,19 @@ class RunFolder:
 
     @classmethod
     def create_at(cls, path: Path | str, config_yaml: str) -> RunFolder:
-        """Make exactly `path`, new or empty, without a `latest`. Raises `PlatformError` where it holds something."""
+        """Make exactly `path`, new or empty, without a `latest`.
+
+        Raises `ConfigError` where it holds something or is a file, `PlatformError` where it cannot be written.
+        """
         path = Path(path).absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
-                raise PlatformError(f"{path} is not empty; give a new folder for the results of this run")
+                raise ConfigError(f"{path} is not empty; give a new folder for the results of this run")
             folder = cls(path)
             folder._furnish(config_yaml)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"cannot make the run folder {path}: {error.strerror}") from error
         except OSError as error:
             raise PlatformError(f"cannot make the run folder {path}: {error.strerror or error}") from error
         return folder

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.errors import ConfigError, PlatformError
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 
 
@@ -45,8 +45,8 @@ def test_a_named_folder_must_be_new_or_empty(tmp_path):
     made = RunFolder.create_at(tmp_path / "a" / "b", "x: 1\n")
     assert made.path == tmp_path / "a" / "b" and made.config.read_text() == "x: 1\n"
     assert not (tmp_path / "a" / "latest").exists()
-    with pytest.raises(PlatformError, match="not empty"):
+    with pytest.raises(ConfigError, match="not empty"):
         RunFolder.create_at(made.path, "x: 2\n")
     assert made.config.read_text() == "x: 1\n"
-    with pytest.raises(PlatformError, match="cannot make"):
+    with pytest.raises(ConfigError, match="cannot make"):
         RunFolder.create_at(made.config / "under a file", "")
