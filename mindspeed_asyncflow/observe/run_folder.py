@@ -97,6 +97,11 @@ class RunFolder:
         """The trained policy as a Hugging Face folder."""
         return self.path / "hf"
 
+    def point_hf(self, target: Path) -> None:
+        """`hf` names `target`, a folder of this run, from now on."""
+        self.hf.unlink(missing_ok=True)
+        self.hf.symlink_to(target.relative_to(self.path))
+
     @property
     def report(self) -> Path:
         return self.path / "report.html"

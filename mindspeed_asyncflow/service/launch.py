@@ -8,7 +8,9 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from mindspeed_asyncflow.data.prompts import PromptSet
 from mindspeed_asyncflow.data.tasks import make_task
 from mindspeed_asyncflow.data.tokenizers import load_tokenizer
 from mindspeed_asyncflow.errors import AsyncFlowError, ConfigError, DataError, PlatformError, WorkerLost
-from mindspeed_asyncflow.observe.log import close_logging, get_logger, setup_logging
+from mindspeed_asyncflow.observe.log import close_logging, get_logger, setup_logging, shown
 from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.report import write_report
 from mindspeed_asyncflow.observe.run_folder import RunFolder
@@ -38,10 +40,10 @@ class Interrupted(AsyncFlowError):
     """A signal asked the run to stop."""
 
 
-def train(config: Config, run_folder: Path | None = None) -> int:
+def train(config: Config, run_folder: Path | None = None, warnings: Iterable[str] = ()) -> int:
     """Run `config` to the end with its results in `run_folder` (default: a dated one in run.folder).
 
-    Returns the exit code.
+    `warnings` were shown before and go into the log. Returns the exit code.
 
     0: all steps done; 1: failed, the root error is printed and in the summary; 2: settings or data that cannot be used,
     found before any worker started; 130: stopped by SIGINT or SIGTERM. On
@@ -55,7 +57,9 @@ def train(config: Config, run_folder: Path | None = None) -> int:
     else:
         folder = RunFolder.create(config.run.folder, config.run.name, resolved)
     progress = Progress(config.trainer.steps, sys.stdout)
-    setup_logging("driver", folder.log, write=progress.note)
+    setup_logging("driver", folder.log, write=progress.show)
+    for warning in warnings:
+        shown(warning)
     configure(folder.trace, "driver", enabled=config.observe.trace)
     progress.note(f"run folder: {folder.path}")
     launch = _Launch(config, folder, progress)
@@ -73,6 +77,11 @@ def train(config: Config, run_folder: Path | None = None) -> int:
 
 def _stop(number: int, frame: object) -> None:
     raise KeyboardInterrupt
+
+
+def _tell(text: str, stream: TextIO) -> None:
+    print(text, file=stream, flush=True)
+    shown(text.strip())
 
 
 class _Launch:
@@ -122,11 +131,11 @@ class _Launch:
             await session.prepare(say)
             say("training the first batch")
             await session.train()
+            say("saving checkpoint and policy")  # first: what comes after may fail
+            await session.save(self.recorder.steps)
             say("evaluating held-out prompts")
             await session.bring_all_up()
             self.recorder.evaluated(session.version, await session.evaluate())
-            say("saving checkpoint and policy")
-            await session.save(self.recorder.steps)
             say("")
             await session.close()  # in order; after a failure `end` kills instead
         finally:
@@ -156,9 +165,9 @@ class _Launch:
             with contextlib.suppress(OSError):
                 merge_traces(self.folder.trace)
             write_report(self.folder.path)
-            print("\n" + closing_words(summary, self.folder.path), flush=True)
+            _tell("\n" + closing_words(summary, self.folder.path), sys.stdout)
         elif error is not None:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            _tell(f"error: {error}", sys.stderr)
         if isinstance(error, WorkerLost):
             for pid, words in self.processes.last_words.items():
                 if f"process {pid})" in str(error) and words:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from mindspeed_asyncflow.service.mirrors import Mirrors
 from mindspeed_asyncflow.service.relays import plan_relays
 from mindspeed_asyncflow.service.replicas import Replicas
 from mindspeed_asyncflow.service.workers import Workers
+from mindspeed_asyncflow.workflow.answering import GRACE_S
 from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.dock_port import ThreadDock
 from mindspeed_asyncflow.workflow.events import NoEvents
@@ -40,6 +41,7 @@ from mindspeed_asyncflow.workflow.run import Run
 from mindspeed_asyncflow.workflow.turns import NoTurns, Turns
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync, expected_of
 
+T = TypeVar("T")
 PARTITION = "train"
 CALLS_BESIDE_ANSWERS = 4  # of one replica at a time: load, fetch, stop, count
 
@@ -183,6 +185,8 @@ class Session(Workers):
             mirrors=self.mirrors.all(),
             busy=self.recorder.busy,
             events=self.events,
+            patience_s=config.rollout.timeout_s + GRACE_S,
+            hangs=self._hangs,
         )
         self.mirrors.sync = self.sync
         if self.sharing:
@@ -274,7 +278,7 @@ class Session(Workers):
         assert self.dock is not None
         late = [i for i in self.replicas.remotes if i not in self.rollouts]
         leaders = wiring.leaders(self.config)
-        crew = Crew(dict(self.rollouts), self.scorer, self.references, self.trainers, leaders, set(late))
+        crew = Crew(dict(self.rollouts), self.scorer, self.references, self.trainers, leaders, set(late), self._end)
         self.run = Run(
             self.config,
             self.dock,
@@ -311,8 +315,21 @@ class Session(Workers):
             yield {i: self.rollouts[i] for i in chosen if i in self.rollouts}
 
     async def bring_all_up(self) -> None:
-        async with self._serving():
-            pass
+        async def nothing(replicas: Mapping[int, Any]) -> None: ...
+
+        await self._served(nothing)
+
+    async def _served(self, do: Callable[[Mapping[int, Any]], Awaitable[T]]) -> T:
+        """What `do` gives with the replicas that serve the newest weights; again with the others where one is lost."""
+        while True:
+            there = set(self.rollouts)
+            try:
+                async with self._serving() as replicas:
+                    return await do(replicas)
+            except WorkerLost as error:
+                if not self.rollouts or set(self.rollouts) == there:
+                    raise
+                get_logger("service").warning("asked again without it: %s", error)
 
     async def evaluate(self) -> float | None:
         """Mean score of greedy answers to held-out prompts, spread over the replicas; unscored answers count 0."""
@@ -327,20 +344,35 @@ class Session(Workers):
         return float(np.mean([0.0 if s is None else s for s in scores]))
 
     async def _answers(self, chosen: Sequence[Prompt]) -> list[tuple[np.ndarray, str]]:
-        """Greedy answers; asked anew of the others where a replica is lost meanwhile."""
-        while True:
-            there = set(self.rollouts)
-            try:
-                async with self._serving() as replicas:
-                    shares = np.array_split(np.arange(len(chosen)), len(replicas))
-                    asked = zip(replicas.values(), shares)
-                    asking = asyncio.gather(*(w.answer([chosen[i].ids for i in s], True) for w, s in asked if len(s)))
-                    parts = await self.within(asking, "the replicas to answer the held-out prompts")
-                return [answer for part in parts for answer in part]
-            except WorkerLost as error:
-                if not self.rollouts or set(self.rollouts) == there:
-                    raise
-                get_logger("service").warning("held-out prompts are asked again: %s", error)
+        """Greedy answers, in order."""
+
+        async def ask(replicas: Mapping[int, Any]) -> list[tuple[np.ndarray, str]]:
+            shares = np.array_split(np.arange(len(chosen)), len(replicas))
+            asked = ((i, w, [chosen[n].ids for n in s]) for (i, w), s in zip(replicas.items(), shares) if len(s))
+            parts = await asyncio.gather(*(self._greedy(*each) for each in asked))
+            return [answer for part in parts for answer in part]
+
+        return await self._served(ask)
+
+    async def _greedy(self, index: int, worker: Any, prompts: list[np.ndarray]) -> list[tuple[np.ndarray, str]]:
+        """Greedy answers of one replica; one that hangs is lost."""
+        limit_s = self.config.rollout.timeout_s + GRACE_S
+        try:
+            return await asyncio.wait_for(worker.answer(prompts, True), limit_s)
+        except asyncio.TimeoutError:
+            error = WorkerLost(f"rollout{index} hangs: no held-out answers for {limit_s:g} s (rollout.timeout_s)")
+            self._hangs(index, error)
+            raise error from None
+
+    def _hangs(self, index: int, error: WorkerLost) -> None:
+        self._end(index)
+        self._lost(index, error)
+
+    def _end(self, index: int) -> None:
+        """End the process of a replica that hangs; one in a trainer's process cannot go alone."""
+        worker = self.rollouts.get(index)
+        if isinstance(worker, Remote):
+            worker.kill()
 
     async def save(self, step: int) -> None:
         """Trainer state and the policy as a Hugging Face folder."""
@@ -350,7 +382,7 @@ class Session(Workers):
         async with self.turns.training():
             saving = asyncio.gather(*(t.save(str(folder), extra) for t in self.trainers))
             await self.within(saving, "the trainer ranks to save")
-        link(folder / "hf", self.folder.hf)
+        self.folder.point_hf(folder / "hf")
 
     @property
     def version(self) -> int:
@@ -365,9 +397,3 @@ class Session(Workers):
         if self.dock is not None:
             self.dock.close()
             self.dock.client.close()
-
-
-def link(target: Any, name: Any) -> None:
-    """Point `name` at `target`, replacing an older link."""
-    name.unlink(missing_ok=True)
-    name.symlink_to(target.relative_to(name.parent))

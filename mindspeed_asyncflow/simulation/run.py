@@ -72,6 +72,7 @@ def settled(config: Config, costs: Costs) -> Config:
         update={
             "trainer": config.trainer.model_copy(update={"steps": config.simulation.steps, "save_every": None}),
             "workflow": config.workflow.model_copy(update={"probe_answers": 0, "watchdog_s": watchdog}),
+            "rollout": config.rollout.model_copy(update={"timeout_s": watchdog}),
             "evaluation": config.evaluation.model_copy(update={"every": None, "prompts": 0}),
             "observe": config.observe.model_copy(update={"samples_per_step": 0, "events": False}),
         }

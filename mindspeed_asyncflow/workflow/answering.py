@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from mindspeed_asyncflow.workflow.workers import RowBatch
 
 REPACK_EVERY_S = 0.5
 STOP_AGAIN_S = 0.02
+GRACE_S = 5.0  # after the deadline that a worker keeps itself
+T = TypeVar("T")
 
 
 class Answering:
@@ -117,10 +120,20 @@ class Answering:
         """What replica `index` answers; 0 where it is found dead."""
         worker = self.job.crew.rollouts.get(index)
         try:
-            return 0 if worker is None else await getattr(worker, method)()
+            return 0 if worker is None else await self._in_time(index, getattr(worker, method)())
         except WorkerLost as error:
             await self.lost(index, error)
             return 0
+
+    async def _in_time(self, index: int, work: Coroutine[Any, Any, T]) -> T:
+        """What a replica gives within `rollout.timeout_s`, which a worker that lives keeps itself. Raises `WorkerLost`,
+        and ends the process, where nothing comes: it hangs."""
+        limit_s = self.job.config.rollout.timeout_s + GRACE_S
+        try:
+            return await asyncio.wait_for(work, limit_s)
+        except asyncio.TimeoutError:
+            self.job.crew.end(index)
+            raise WorkerLost(f"rollout{index} hangs: nothing came for {limit_s:g} s (rollout.timeout_s)") from None
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
@@ -193,7 +206,8 @@ class Answering:
 
     async def _answer(self, index: int, claim: Claim, since: int) -> None:
         job = self.job
-        report = await job.crew.rollouts[index].generate(claim.claim_id, rows_of(claim))
+        with job.calling(f"rollout{index}", "generate"):
+            report = await self._in_time(index, job.crew.rollouts[index].generate(claim.claim_id, rows_of(claim)))
         job.sync.check_served(index, since, report.served)
         job.recorder.generated(report)
         job.events.note(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,8 @@ from mindspeed_asyncflow.workflow.staleness import StalenessWindow
 from mindspeed_asyncflow.workflow.turns import Turns
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync
 
+MOST_NAMED = 8  # calls that a message names
+
 
 @dataclass(slots=True)
 class Crew:
@@ -31,6 +34,7 @@ class Crew:
     trainers: list[Any]
     leaders: list[int]  # indices of one trainer rank of every data-parallel replica
     starting: set[int] = field(default_factory=set)  # indices of replicas that may still join
+    end: Callable[[int], None] = lambda index: None  # ends the process of a replica that answers nobody any more
 
 
 class Job:
@@ -53,6 +57,7 @@ class Job:
         self.book = StepBook(config.algorithm.group_size)
         self.step = 0
         self.progress_at = now()
+        self._calls: dict[object, tuple[str, str, float]] = {}  # under way: whom, what, since
 
     async def claim(self, task: str, count: int, *, worker: str, **how: Any) -> Claim:
         """Rows for `task`, as soon as there are any."""
@@ -72,7 +77,28 @@ class Job:
                 return None
 
     async def all_ranks(self, method: str, *args: Any) -> list[Any]:
-        return list(await asyncio.gather(*(getattr(t, method)(*args) for t in self.crew.trainers)))
+        ranks = enumerate(self.crew.trainers)
+        return list(await asyncio.gather(*(self._rank(i, t, method, args) for i, t in ranks)))
+
+    async def _rank(self, rank: int, trainer: Any, method: str, args: tuple[Any, ...]) -> Any:
+        with self.calling(f"trainer{rank}", method):
+            return await getattr(trainer, method)(*args)
+
+    @contextlib.contextmanager
+    def calling(self, whom: str, what: str) -> Iterator[None]:
+        """Around a call of a worker: a message of the watchdog names the ones that hang."""
+        key = object()
+        self._calls[key] = whom, what, now()
+        try:
+            yield
+        finally:
+            del self._calls[key]
+
+    def describe(self) -> str:
+        """Who works on what, the longest first."""
+        calls = sorted(self._calls.values(), key=lambda call: call[2])[:MOST_NAMED]
+        words = [f"{whom} has been in `{what}` for {now() - since:.1f} s" for whom, what, since in calls]
+        return "workers: " + ("; ".join(words) or "nobody has work")
 
     def progressed(self) -> None:
         self.progress_at = now()

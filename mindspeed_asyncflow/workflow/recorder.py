@@ -86,6 +86,7 @@ class StepRecorder:
         self._generated_tokens = self._tokens = self._trained_tokens = 0
         self.started = self._mark = self.clock()
         self._busy_mark: dict[str, float] = dict.fromkeys(self.sides, 0.0)
+        self._there = dict.fromkeys(self.sides, self.started)  # since when each side counts
         self.started_busy = dict(self._busy_mark)
         self.end()
         self._pending_eval: dict[str, float] = {}
@@ -96,6 +97,7 @@ class StepRecorder:
         self.started = self._mark = self.clock()
         self.started_busy = {s: self.busy.seconds(s) for s in self.sides}
         self._busy_mark = dict(self.started_busy)
+        self._there = dict.fromkeys(self.sides, self.started)
 
     def end(self) -> None:
         """The loops have ended; evaluation and saving do not count any more."""
@@ -107,6 +109,7 @@ class StepRecorder:
         if side not in self.sides:
             self.sides.append(side)
         self._busy_mark[side] = self.started_busy[side] = self.busy.seconds(side)
+        self._there[side] = self.clock()
 
     def left(self, side: str) -> None:
         """A replica is gone; its idle time counts no more."""
@@ -278,8 +281,9 @@ class StepRecorder:
         """What `summary.json` holds; `reward_last` is the mean of the last ten steps."""
         loop_s = self.ended - self.started
         last = self.rewards[-10:]
-        sides = {s: self.ended_busy[s] - self.started_busy[s] for s in self.sides if s in self.ended_busy}
-        rollout = [v for s, v in sides.items() if s != "trainer"]
+        busy = {s: self.ended_busy[s] - self.started_busy[s] for s in self.sides if s in self.ended_busy}
+        idle = {s: max(0.0, 1 - busy[s] / max(1e-9, self.ended - self._there[s])) for s in busy}
+        rollout = [share for s, share in idle.items() if s.startswith("rollout")]
         return {
             "task": self.config.data.task,
             "model": self.config.model.source,
@@ -301,8 +305,8 @@ class StepRecorder:
             "skipped_steps": self.skipped,
             "samples_per_s": window.trained / loop_s if self.steps else None,
             "tokens_per_s": self._trained_tokens / loop_s if self.steps else None,
-            "trainer_idle_share": max(0.0, 1 - sides["trainer"] / loop_s) if self.steps else None,
-            "rollout_idle_share": max(0.0, 1 - sum(rollout) / max(1, len(rollout)) / loop_s) if self.steps else None,
+            "trainer_idle_share": idle["trainer"] if self.steps else None,
+            "rollout_idle_share": sum(rollout) / max(1, len(rollout)) if self.steps else None,
             "rollout_train_logprob_gap_max": sync.gap_max,
             "note": self.ended_early,
             "error": error,

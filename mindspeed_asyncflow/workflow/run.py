@@ -134,7 +134,7 @@ class Run:
             idle = now() - job.progress_at
             if idle > limit:
                 open_groups = ", ".join(f"step {b}: {n} groups" for b, n in job.book.open_batches())
-                parts = (self.training, self.answering, job.sync, job.turns)
+                parts = (job, self.training, self.answering, job.sync, job.turns)
                 said = [*(part.describe() for part in parts), await self.dock.describe()]
                 raise DeadlineExceeded(
                     f"no progress for {idle:.0f} s (workflow.watchdog_s {limit:g}) in step {job.step}; "

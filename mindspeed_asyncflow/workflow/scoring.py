@@ -33,7 +33,8 @@ class Scoring:
     async def score(self, groups: int, **which: Any) -> None:
         job = self.job
         claim = await job.claim("reward", groups, worker="scorer", **which)
-        report = await job.crew.scorer.score(claim.claim_id, rows_of(claim))
+        with job.calling("scorer", "score"):
+            report = await job.crew.scorer.score(claim.claim_id, rows_of(claim))
         job.recorder.scored(report)
         job.events.note("scored", groups=np.unique(claim.group_ids).tolist(), unscored=len(report.unscored))
         if report.unscored or report.flat:
@@ -70,7 +71,7 @@ class Scoring:
     async def refer(self, index: int, groups: int, **which: Any) -> None:
         job = self.job
         claim = await job.claim("reference", groups, worker=f"reference{index}", **which)
-        with job.recorder.busy(f"reference{index}"):
+        with job.recorder.busy(f"reference{index}"), job.calling(f"reference{index}", "logprobs"):
             busy_s = await job.crew.references[index].logprobs(claim.claim_id, rows_of(claim))
         job.recorder.referenced(busy_s)
         job.progressed()

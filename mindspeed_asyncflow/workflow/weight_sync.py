@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -45,13 +45,16 @@ from mindspeed_asyncflow.workflow.publisher import RankShards
 # proves that the right bytes were loaded; this finds an engine that computes something else with them.
 GAP_LIMIT = {"float32": 1e-3, "bfloat16": 0.5}  # nat
 UNMOVED_LIMIT = {"float32": 1, "bfloat16": 10}  # versions in a row
+T = TypeVar("T")
 NOTHING = -1  # version of a replica that has loaded none yet
 
 
 class ServesWeights(Protocol):
-    async def load(self, manifest: WeightManifest) -> UpdateReport: ...
+    def load(self, manifest: WeightManifest) -> Coroutine[Any, Any, UpdateReport]: ...
 
-    async def score(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[int, list[np.ndarray]]: ...
+    def score(self, sequences: Any) -> Coroutine[Any, Any, tuple[int, list[np.ndarray]]]:
+        """(prompt [P], answer [L]) pairs to (served version, log-probabilities [L] each)."""
+        ...
 
 
 class WeightSync:
@@ -74,7 +77,11 @@ class WeightSync:
         mirrors: Sequence[Mirror] = (),
         busy: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
         events: NoEvents | None = None,
+        patience_s: float | None = None,
+        hangs: Callable[[int, WorkerLost], None] = lambda index, error: None,
     ) -> None:
+        """`patience_s`: a replica that takes longer for one call hangs, which `hangs` is told (None: no deadline)."""
+        self.patience_s, self.hangs = patience_s, hangs
         self.replicas, self.update, self.keep, self.busy = list(replicas), update, keep, busy
         self.events = events or NoEvents()
         self.relay, self.table = relay, table_from_text(table)
@@ -245,7 +252,7 @@ class WeightSync:
         began = now()
         self._loading[index] = (manifest.version, began)
         try:
-            report = await self._replica(index).load(manifest)
+            report = await self._in_time(index, self._replica(index).load(manifest))
         except WeightSyncError as error:
             newest = self.newest.version
             if newest - manifest.version < self.keep - 1:
@@ -273,6 +280,14 @@ class WeightSync:
         self.step_still_s = max(self.step_still_s, now() - began)
         return True
 
+    async def _in_time(self, index: int, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await asyncio.wait_for(work, self.patience_s)
+        except asyncio.TimeoutError:
+            error = WorkerLost(f"rollout{index} hangs: no weights loaded for {self.patience_s:g} s (rollout.timeout_s)")
+            self.hangs(index, error)
+            raise error from None
+
     def _replica(self, index: int) -> ServesWeights:
         replica = self.replicas[index]
         if replica is None:
@@ -283,7 +298,7 @@ class WeightSync:
         """Score the probe answers with replica `index` and compare with the trainer at the same version."""
         if not self.probe:
             return
-        version, scored = await self._replica(index).score(self.probe)
+        version, scored = await self._in_time(index, self._replica(index).score(self.probe))
         gap = max(float(np.abs(a - b).max()) for a, b in zip(scored, await asyncio.shield(expected)) if len(a))
         self.step_gap = max(self.step_gap, gap)
         self.gap_max = max(self.gap_max, gap)
@@ -318,8 +333,8 @@ class WeightSync:
 
     @property
     def oldest_served(self) -> int:
-        """Oldest version that a replica serves."""
-        return min((v for v, r in zip(self.served, self.replicas) if r is not None), default=NOTHING)
+        """Oldest version that a replica serves; one that sleeps serves none."""
+        return min((v for v in self.served if v != NOTHING), default=NOTHING)
 
     def describe(self) -> str:
         """One line for messages of the no-progress watchdog."""

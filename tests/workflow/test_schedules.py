@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
 
-from mindspeed_asyncflow.errors import WorkerLost
+from mindspeed_asyncflow.errors import DeadlineExceeded, WorkerLost
+from mindspeed_asyncflow.workflow import answering
 from tests.workflow.fakes import FakePool, FakeRollout, FakeTrain, prompts_of, run_loops
 from tests.workflow.long_engine import long_engine, prompts_of_lengths
 from tests.workflow.test_run import config
@@ -309,3 +311,33 @@ def test_nothing_that_the_loops_remember_grows_with_the_run(tmp_path):
     few, many = sizes(5), sizes(60)
     allowed = 3 * 4 * 2 + 4  # what may be open at any moment, and the prompts of one batch
     assert {name: n for name, n in many.items() if n > max(few[name], allowed)} == {}
+
+
+def test_a_replica_that_hangs_is_lost_after_its_deadline_and_its_process_is_ended(tmp_path):
+    """Its worker would keep rollout.timeout_s itself, if it lived."""
+    ended = []
+
+    def freeze(run):
+        run.job.crew.end = ended.append
+        run.job.crew.rollouts[1].worker.engine.pause("keep", False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answering, "GRACE_S", 0.2)
+        out = run_loops(
+            config(steps=6, replicas=2, rollout={"max_new_tokens": 20, "timeout_s": 0.3}),
+            tmp_path,
+            prompts_of_lengths(lambda i: 20, 4),
+            rollouts=[long_engine(0.002), long_engine(0.002)],
+            before=later(0.05, freeze),
+        )
+    assert ended == [1] and sorted(out.run.job.crew.rollouts) == [0]
+    assert out.run.window.trained == 48 and out.run.window.dropped == {}
+
+
+@pytest.mark.slow
+def test_the_watchdog_names_the_worker_that_hangs_and_for_how_long(tmp_path):
+    def hang(run):
+        run.job.crew.scorer.worker.score = lambda *args: time.sleep(3)
+
+    with pytest.raises(DeadlineExceeded, match=r"workers: scorer has been in `score` for [1-9]\.\d s"):
+        run_loops(config(workflow={"watchdog_s": 1.0}), tmp_path, prompts_of(100, 4), before=hang)
