@@ -58,7 +58,7 @@ def measure(config: Config) -> Profile:
     signal.signal(signal.SIGTERM, _stop)
     with tempfile.TemporaryDirectory(prefix="asyncflow-profile-") as place:
         folder = RunFolder.create_at(Path(place) / "run", dump_resolved(config))
-        setup_logging("driver", folder.log, write=progress.note)
+        setup_logging("driver", folder.log, write=progress.show)
         configure(folder.trace, "driver", enabled=False)
         processes, session = Processes(config), None
         try:

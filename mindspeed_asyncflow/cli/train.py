@@ -28,9 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     config = settings.load(arguments)
-    for warning in checks.refuse_errors(preflight.inspect(config)):
-        print(f"asyncflow: {warning}", file=sys.stderr)
+    warnings = [f"asyncflow: {warning}" for warning in checks.refuse_errors(preflight.inspect(config))]
+    for warning in warnings:
+        print(warning, file=sys.stderr)
     # Only now: Ray and what it loads take seconds, and a mistake is answered at once.
     from mindspeed_asyncflow.service import launch
 
-    return launch.train(config, arguments.run_folder)
+    return launch.train(config, arguments.run_folder, warnings)

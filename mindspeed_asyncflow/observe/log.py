@@ -8,11 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = "asyncflow"
+SHOWN = f"{ROOT}.console"
 
 
 def get_logger(part: str = "") -> logging.Logger:
     """Logger of one part of the program, e.g. `get_logger("dock")`."""
     return logging.getLogger(f"{ROOT}.{part}" if part else ROOT)
+
+
+def shown(text: str) -> None:
+    """Into the file only, what the console shows by other ways (`Progress`, `print`)."""
+    logging.getLogger(SHOWN).info("%s", text)
 
 
 def setup_logging(
@@ -26,7 +32,7 @@ def setup_logging(
     """Set up the logger of this process, replacing an earlier set-up.
 
     `process` stands in every line of `file`, to which all processes of the run append. The console shows `level` and
-    above without tracebacks; `write` takes its lines instead of stderr (`Progress.note`, so that the live block and
+    above without tracebacks; `write` takes its lines instead of stderr (`Progress.show`, so that the live block and
     the log do not write over each other).
     """
     logger = logging.getLogger(ROOT)
@@ -45,6 +51,7 @@ def setup_logging(
     if console:
         short = _Console(write or _stderr)
         short.setLevel(level)
+        short.addFilter(lambda record: record.name != SHOWN)
         logger.addHandler(short)
     return logger
 

@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: a small live block on a terminal, plain lines elsewhere.
+"""What a user sees while a run goes on: a small live block on a terminal, plain lines elsewhere and in the log file.
 
 The caller's loop drives it: `phase` and `step` when something happened, `tick` a few times per second so that seconds
 run on. It has no thread and reads no environment.
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from mindspeed_asyncflow.observe.log import shown
 from mindspeed_asyncflow.observe.summary import duration
 
 _PLAIN_EVERY_S = 5.0
@@ -57,12 +58,12 @@ class Progress:
 
     def phase(self, text: str) -> None:
         """Something before, between or after the steps begins, e.g. `starting trainer`."""
-        if self._phase and not self._live:
-            self._line(f"[{self._elapsed()}] {self._phase}: done in {duration(self._clock() - self._phase_begin)}")
+        if self._phase:
+            self._said(f"[{self._elapsed()}] {self._phase}: done in {duration(self._clock() - self._phase_begin)}")
         self._phase = text
         self._phase_begin = self._plain_at = self._clock()
-        if text and not self._live:
-            self._line(f"[{self._elapsed()}] {text} ...")
+        if text:
+            self._said(f"[{self._elapsed()}] {text} ...")
         self._draw(force=True)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -79,17 +80,18 @@ class Progress:
             self._rewards.append(metrics["reward/mean"])
         if "eval/heldout_greedy" in metrics:
             self._heldout = metrics["eval/heldout_greedy"]
+        line = "  ".join([self._step_text(), *(f"{k} {v}" for k, v in self._fields())])
+        shown(line)
         if self._live:
             self._draw(force=True)
         elif self._total <= 20 or self._done in (1, self._total) or now - self._plain_at >= _PLAIN_EVERY_S:
             self._plain_at = now
-            self._line("  ".join([self._step_text(), *(f"{k} {v}" for k, v in self._fields())]))
+            self._line(line)
 
     def heldout(self, value: float) -> None:
         """An evaluation on held-out prompts ended."""
         self._heldout = value
-        if not self._live:
-            self._line(f"[{self._elapsed()}] held-out {value:.3f}")
+        self._said(f"[{self._elapsed()}] held-out {value:.3f}")
         self._draw(force=True)
 
     def tick(self) -> None:
@@ -102,7 +104,12 @@ class Progress:
             self._line(f"[{self._elapsed()}] {self._phase} ... {duration(now - self._phase_begin)}")
 
     def note(self, text: str) -> None:
-        """A line that stays, above the live block."""
+        """A line that stays, above the live block and in the log file."""
+        shown(text)
+        self.show(text)
+
+    def show(self, text: str) -> None:
+        """As `note`, for the logger, whose lines are in the file already."""
         self._erase()
         self._stream.write(text + "\n")
         self._draw(force=True)
@@ -162,6 +169,12 @@ class Progress:
 
     def _paint(self, text: str, code: str) -> str:
         return f"{code}{text}{_RESET}" if self._color and text else text
+
+    def _said(self, text: str) -> None:
+        """A line for the file, and for a console without live block."""
+        shown(text)
+        if not self._live:
+            self._line(text)
 
     def _line(self, text: str) -> None:
         if not self._closed:

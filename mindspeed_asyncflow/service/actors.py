@@ -67,8 +67,10 @@ class Remote:
         self.pid = 0
 
     async def build(self, recipe: Callable[..., Any], *args: Any) -> Remote:
-        self.pid = await self._await(self._handle.build.remote(recipe, *args))
-        get_logger("service").debug("%s is process %d", self.name, self.pid)
+        pid = await self._await(self._handle.build.remote(recipe, *args))
+        if pid != self.pid:  # the first trainer rank is built twice: first it only holds a port
+            get_logger("service").debug("%s is process %d", self.name, pid)
+        self.pid = pid
         return self
 
     async def watch(self) -> None:

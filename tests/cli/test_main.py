@@ -25,7 +25,7 @@ def service(monkeypatch):
     class Launch:
         ends: object = 0
 
-        def train(self, config, base=None):
+        def train(self, config, base=None, warnings=()):
             calls.append((config, base))
             if isinstance(self.ends, BaseException):
                 raise self.ends

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from mindspeed_asyncflow.observe.log import close_logging, get_logger, setup_logging
 from mindspeed_asyncflow.observe.progress import Progress
 
 METRICS = {
@@ -131,3 +132,26 @@ def test_a_not_finite_gradient_norm_is_shown_as_such():
     progress, stream, _ = make(1, live=False)
     progress.step(0, {"actor/grad_norm": float("nan"), "reward/mean": float("nan")})
     assert "grad n/a" in stream.getvalue() and "nan" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_the_log_file_has_every_line_once_and_plain_and_the_console_shows_none_twice(tmp_path, live):
+    progress, stream, clock = make(60, live=live, width=80)
+    setup_logging("driver", tmp_path / "log.txt", write=progress.show)
+    try:
+        progress.phase("starting dock")
+        clock.now += 2
+        progress.note("run folder: here")
+        get_logger("service").warning("one replica is late")
+        for step in range(3):
+            progress.step(step, METRICS)
+        progress.heldout(0.25)
+    finally:
+        close_logging()
+    text = (tmp_path / "log.txt").read_text()
+    for line in ("starting dock ...", "starting dock: done in 2.0 s", "run folder: here", "one replica is late",
+                 "step 1/60", "step 2/60", "step 3/60", "] held-out 0.250"):  # fmt: skip
+        assert text.count(line) == 1, line
+    assert "\x1b" not in text and "\r" not in text
+    assert all(" driver[" in line for line in text.splitlines())
+    assert stream.getvalue().count("one replica is late") == stream.getvalue().count("run folder: here") == 1
