@@ -59,7 +59,7 @@ class Host:
 class Remote:
     """A worker elsewhere, whose methods can be awaited: `await remote.generate(...)`.
 
-    An exception of the worker arrives as itself; a dead process as `WorkerLost` with the last words it wrote.
+    An exception of the worker arrives as itself; a dead process as `WorkerLost` with what Ray knows of its end.
     """
 
     def __init__(self, handle: Any, name: str, aside: Collection[str] = ()) -> None:
@@ -107,7 +107,7 @@ class Remote:
             get_logger("service").debug("%s raised\n%s", self.name, error)
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except RayActorError as error:
-            raise WorkerLost(f"{self.name} (process {self.pid or '?'}) died: {_short(error)}") from None
+            raise WorkerLost(f"{self.name} (process {self.pid or '?'}) died: {short_death(str(error))}") from None
 
     def kill(self) -> None:
         """End the process; nothing to do where Ray itself has gone."""
@@ -125,9 +125,20 @@ class Part:
         return self._whole.method(f"{self._part}.{method}", ASIDE if method in self._aside else self._group)
 
 
-def _short(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(line for line in lines if not line.startswith(("class_name", "actor_id", "namespace", "name:")))
+_DETAIL, _GUESSES = "Worker exit detail: ", " There are some potential root causes."
+_FIELDS = ("class_name", "actor_id", "namespace", "name:", "pid:", "ip:")
+_LONGEST = 300  # characters
+
+
+def short_death(text: str) -> str:
+    """What happened, out of Ray's paragraph about the death of an actor."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = " ".join(line for line in lines if not line.startswith(_FIELDS))
+    detail = said.partition(_DETAIL)[2] or said
+    what, guesses, _ = detail.partition(_GUESSES)
+    if guesses:
+        what += " It was killed, by hand or for its use of memory, or it crashed."
+    return what if len(what) <= _LONGEST else what[:_LONGEST].rpartition(" ")[0] + " ..."
 
 
 def spawn(

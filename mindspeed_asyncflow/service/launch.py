@@ -158,6 +158,10 @@ class _Launch:
         self.progress.close()
         if error is not None and not isinstance(error, Interrupted):
             get_logger("service").debug("root error\n%s", "".join(traceback.format_exception(error)))
+        if isinstance(error, WorkerLost):
+            for pid, words in self.processes.last_words.items():
+                if f"process {pid})" in str(error) and words:
+                    _tell(f"last words of process {pid}:\n{words}", sys.stderr)
         if self.recorder is not None and self.session is not None and self.session.run is not None:
             message = "" if error is None else f"{type(error).__name__}: {error}"
             summary = self.recorder.summary(self.session.run.window, self.session.sync, wall_s, message)
@@ -168,10 +172,6 @@ class _Launch:
             _tell("\n" + closing_words(summary, self.folder.path), sys.stdout)
         elif error is not None:
             _tell(f"error: {error}", sys.stderr)
-        if isinstance(error, WorkerLost):
-            for pid, words in self.processes.last_words.items():
-                if f"process {pid})" in str(error) and words:
-                    print(f"last words of process {pid}:\n{words}", file=sys.stderr)
         if error is not None and not isinstance(error, AsyncFlowError):
             traceback.print_exception(error)
         close_logging()

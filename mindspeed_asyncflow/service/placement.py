@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +55,16 @@ def check_feasible(wanted: Sequence[Demand], available: Mapping[str, float]) -> 
     raise PlatformError(f"the run wants {total} {DEVICE}s, the cluster has {have}; lower these settings:{rows}")
 
 
+_OF_EVERY_WORKER = re.compile(r"^:(job_id|actor_name|task_name):|Apex is not installed|^\s*warnings\.warn\($")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def worth_telling(text: str) -> list[str]:
+    """Lines of a worker's stderr, plain, without those that every worker writes."""
+    lines = [_COLOUR.sub("", line).rstrip() for line in text.splitlines()]
+    return [line for line in lines if line and not _OF_EVERY_WORKER.search(line)]
+
+
 class Cluster:
     """A private Ray of this run on this machine, or a running one that `RAY_ADDRESS` names."""
 
@@ -75,6 +87,8 @@ class Cluster:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ["RAY_DEDUP_LOGS"] = "0"
+        if not (sys.stdout.isatty() and sys.stderr.isatty()):
+            os.environ["RAY_COLOR_PREFIX"] = "0"  # no colour codes in files
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         root = str(Path(__file__).resolve().parents[2])
         paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
@@ -104,12 +118,11 @@ class Cluster:
         )
 
     def last_words(self, pid: int, lines: int = 15) -> str:
-        """The end of what a dead worker wrote to stderr."""
+        """The end of what a dead worker wrote to stderr, without what every worker writes there."""
         if self.folder is None or not pid:
             return ""
         for file in self.folder.glob(f"session_*/logs/worker-*-{pid}.err"):
-            text = file.read_text(errors="replace").strip().splitlines()
-            return "\n".join(text[-lines:])
+            return "\n".join(worth_telling(file.read_text(errors="replace"))[-lines:])
         return ""
 
     def stop(self) -> None:

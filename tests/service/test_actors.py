@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import WorkerLost
-from mindspeed_asyncflow.service.actors import BESIDE, Part, spawn
+from mindspeed_asyncflow.service.actors import BESIDE, Part, short_death, spawn
 from mindspeed_asyncflow.service.placement import Cluster
 
 pytestmark = pytest.mark.slow
@@ -102,3 +102,22 @@ def test_the_death_of_a_process_is_noticed_while_nobody_calls_it(cluster):
         return time.monotonic() - began
 
     assert asyncio.run(scenario()) < 10
+
+
+def test_of_rays_paragraph_about_a_death_what_happened_is_told():
+    said = """The actor died unexpectedly before finishing this task.
+	class_name: Host
+	actor_id: 0a4d7b4f6d0e2ad3b1b1e17801000000
+	pid: 4711
+	name: trainer0
+	namespace: 5d8e2d5c-3f3e
+	ip: 10.0.0.7
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker \
+unexpectedly exits with a connection error code 2. End of file. There are some potential root causes. (1) The process \
+is killed by SIGKILL by OOM killer due to high memory usage. (2) ray stop --force is called."""
+    assert short_death(said) == (
+        "Worker unexpectedly exits with a connection error code 2. End of file. "
+        "It was killed, by hand or for its use of memory, or it crashed."
+    )
+    assert short_death("The actor died because its node has died.") == "The actor died because its node has died."
+    assert len(short_death("word " * 400)) <= 305

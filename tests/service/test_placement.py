@@ -2,7 +2,7 @@ import pytest
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import PlatformError
-from mindspeed_asyncflow.service.placement import check_feasible, demands
+from mindspeed_asyncflow.service.placement import check_feasible, demands, worth_telling
 
 
 def config(trainers, replicas, rollout_tp=1):
@@ -27,3 +27,13 @@ def test_a_cluster_without_the_resource_has_none():
 
 def test_exactly_enough_devices_is_enough():
     check_feasible(demands(config(2, 2)), {"NPU": 4.0})
+
+
+def test_of_a_dead_workers_output_only_what_not_every_worker_writes_is_told():
+    noise = """:job_id:01000000
+:actor_name:Host
+/site-packages/megatron/core/optimizer/__init__.py:26: UserWarning: Apex is not installed. Falling back to Torch
+  warnings.warn(
+"""
+    assert worth_telling(noise) == []
+    assert worth_telling(noise + "\x1b[33mterminate called\x1b[0m: bad_alloc\n\n") == ["terminate called: bad_alloc"]
