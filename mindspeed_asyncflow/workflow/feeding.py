@@ -79,8 +79,11 @@ class Feeder:
 
     async def refill(self, step: int) -> bool:
         """Prompts in place of groups that `step` has lost without training them; False: none."""
-        issues = self._take_some(self.missing(step))
+        missing = self.missing(step)
+        issues = self._take_some(missing)
         if not issues:
+            if missing:
+                self.job.recorder.data_short(step)
             return False
         self._replaced = {step: self._replaced.get(step, 0) + len(issues)}  # earlier steps are over
         await self.put(step, issues)

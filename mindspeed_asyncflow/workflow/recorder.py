@@ -74,7 +74,7 @@ class StepRecorder:
         self.lags: Counter[int] = Counter()
         self.skipped = 0
         self.heldout: list[tuple[int, float]] = []
-        self.ended_early: str = ""
+        self.note: str = ""
         self._parts: list[Mapping[str, float]] = []
         self._times: defaultdict[str, float] = defaultdict(float)
         self._step_rewards: list[float] = []
@@ -272,10 +272,17 @@ class StepRecorder:
         self.progress.heldout(value)
 
     def data_ended(self, step: int) -> None:
-        self.ended_early = (
-            f"data ends after {step} steps (data.epochs, trainer.steps asked for {self.config.trainer.steps})"
-        )
-        get_logger("data").warning(self.ended_early)
+        self._note(f"data ends after {step} steps (data.epochs, trainer.steps asked for {self.config.trainer.steps})")
+
+    def data_short(self, step: int) -> None:
+        """Groups that `step` lost cannot be replaced: there are no prompts any more."""
+        if not self.note:
+            self._note(f"the data ended: from step {step + 1} on dropped groups were not replaced (data.epochs)")
+
+    def _note(self, said: str) -> None:
+        """Something about the data that the summary says too."""
+        self.note = "; ".join(filter(None, (self.note, said)))
+        get_logger("data").warning(said)
 
     def summary(self, window: StalenessWindow, sync: WeightSync, wall_s: float, error: str = "") -> dict[str, Any]:
         """What `summary.json` holds; `reward_last` is the mean of the last ten steps."""
@@ -308,7 +315,7 @@ class StepRecorder:
             "trainer_idle_share": idle["trainer"] if self.steps else None,
             "rollout_idle_share": sum(rollout) / max(1, len(rollout)) if self.steps else None,
             "rollout_train_logprob_gap_max": sync.gap_max,
-            "note": self.ended_early,
+            "note": self.note,
             "error": error,
         }
 

@@ -184,7 +184,7 @@ def test_end_of_the_data_ends_the_run_in_order(tmp_path, drop_last, steps):
     """B45: epochs 1; the run says so and keeps what it trained."""
     out = run_loops(config(steps=8), tmp_path, prompts_of(10, 4, epochs=1, drop_last=drop_last))
     assert out.train.version == steps
-    assert "data ends after" in out.recorder.ended_early
+    assert "data ends after" in out.recorder.note
     assert out.run.window.open == 0
 
 

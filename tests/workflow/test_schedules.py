@@ -116,7 +116,7 @@ def test_refilling_is_bounded_when_all_rewards_are_equal(tmp_path):
 def test_the_end_of_the_data_stops_refills_too(tmp_path):
     settings = config(steps=9, max_lag=0, algorithm={"dynamic_sampling": True})
     out = run_loops(settings, tmp_path, prompts_of(8, 4, epochs=1), pool=Graded(lambda key: key == 1))
-    assert "data ends after 2 steps" in out.recorder.ended_early
+    assert "the data ended: from step 2 on dropped groups were not replaced" in out.recorder.note
     assert sum(len(rows) for rows in out.train.rows) == 14
 
 
