@@ -238,7 +238,7 @@ class Simulation:
             violations=dict(self.law.violations) | self._lost_rows(),
             turns=self.turns.count,
             real_s=real_s,
-            note=self.recorder.ended_early,
+            note=self.recorder.note,
         )
 
     def _lost_rows(self) -> dict[str, int]:
