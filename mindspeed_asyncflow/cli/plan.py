@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_asyncflow.cli import preflight, settings
-from mindspeed_asyncflow.config import Config
+from mindspeed_asyncflow.config import Config, machine
+from mindspeed_asyncflow.config.feasibility import on_npu
 from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.planner import ready
 from mindspeed_asyncflow.planner.candidates import changed
@@ -24,7 +25,7 @@ from mindspeed_asyncflow.planner.work import Work
 NAME = "plan"
 HELP = "find the best use of a cluster for a configuration; starts nothing"
 EXAMPLES = """  asyncflow plan configs/qwen_tiny_cpu.yaml --profile profile.json --out planned.yaml
-  asyncflow plan my.yaml --devices 64 --max-lag 1 --out planned.yaml
+  asyncflow plan my.yaml --set hardware.preset=ascend_910c_die --devices 64 --max-lag 1 --out planned.yaml
   asyncflow plan my.yaml --set hardware.preset=ascend_910b --json"""
 SAID_EVERY_S = 2.0
 MANY = 10_000  # samples of a step
@@ -33,7 +34,9 @@ ROWS = 600_000  # that all simulations of a plan may have together: about half a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     settings.add_arguments(parser)
-    parser.add_argument("--devices", metavar="N", type=int, help="devices in all (default: hardware.devices)")
+    parser.add_argument(
+        "--devices", metavar="N", type=int, help="devices in all (default: hardware.devices, or those of this machine)"
+    )
     parser.add_argument("--max-lag", metavar="N", type=int, help="short for --set workflow.max_lag=N")
     parser.add_argument(
         "--profile", metavar="FILE", type=Path, help="what `asyncflow profile` measured, in place of analytic times"
@@ -50,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.overrides.append(f"hardware.devices={arguments.devices}")
     if arguments.max_lag is not None:
         arguments.overrides.append(f"workflow.max_lag={arguments.max_lag}")
-    config = settings.load(arguments)
+    config = on_this_machine(settings.load(arguments), machine.probe())
     profile = Profile.load(arguments.profile) if arguments.profile else None
     began = time.monotonic()
 
@@ -74,6 +77,15 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n".join(words(figures)))
     print(f"== settings, written to {arguments.out}" if arguments.out else f"== settings\n{text}", end="\n")
     return 0
+
+
+def on_this_machine(config: Config, here: machine.Machine) -> Config:
+    """A configuration that says nothing of its hardware is planned for what is here: NPUs, or the cores of a CPU."""
+    if config.hardware != Config().hardware:
+        return config
+    if not on_npu(config, here):
+        return changed(config, "hardware", preset="cpu", devices=here.cpus)
+    return changed(config, "hardware", devices=here.npus) if here.npus else config
 
 
 def model_work(config: Config) -> Work:
