@@ -66,11 +66,20 @@ def _weights(config: Config, model: ModelShape) -> Iterator[str]:
         layout = train_layout(model, TrainParallel.of(config.trainer))
     except ConfigError:  # a finding says why
         return
+    if feasibility.in_place(config):
+        yield f"trainer {layout.label}: rank and replica of a device are one process, no relay between them"
+        yield "in turn: the replicas are filled from the ranks and answer a batch, then the trainer takes a step"
+        return
     plan = write_plan(layout)
     shares = [plan.elements(rank) * width / MIB for rank in range(layout.world_size)]
     yield f"trainer {layout.label}: each rank writes {min(shares):.1f} to {max(shares):.1f} MiB of it to the relay"
     yield f"{config.workflow.keep_versions} versions are kept in the relay, which has memory for one more"
+    if config.workflow.schedule == "colocated":
+        yield "in turn: the replicas load the newest version and answer a batch, sleep, and the trainer takes a step"
+        return
     yield f"replicas load as {config.workflow.update} says"
+    if config.workflow.lend:
+        yield "those on the trainer's devices load at the begin of their turn, and sleep while it works"
 
 
 def _processes(config: Config, machine: Machine) -> Iterator[str]:
@@ -80,7 +89,11 @@ def _processes(config: Config, machine: Machine) -> Iterator[str]:
     yield "dock: controller and warehouse of this node"
     order = f"TP {t.tensor_parallel} x CP {t.context_parallel} x DP {t.data_parallel} x PP {t.pipeline_parallel}"
     yield f"trainer: {t.world_size} rank{'s' * (t.world_size > 1)} on {device} ({order}), {t.threads} threads each"
-    yield f"rollout: {r.replicas} x {r.engine} on {device} (TP {r.tensor_parallel}), {r.threads} threads each"
+    where = f"the trainer's {device}s, in turn with it" if config.workflow.schedule == "colocated" else device
+    yield f"rollout: {r.replicas} x {r.engine} on {where} (TP {r.tensor_parallel}), {r.threads} threads each"
+    if config.workflow.lend:
+        lent = feasibility.sharing_replicas(config)
+        yield f"lent: {lent} x {r.engine} on the trainer's {device}s, while it waits for its next batch"
     yield f"scorers: {config.reward.workers}"
     yield f"dock port: {config.dock.port or 'any free one'}; all other ports are taken free when bound"
     yield f"this machine: {machine.cpus} CPUs, {machine.npus} NPUs, {machine.free_memory_bytes / MIB:.0f} MiB free"

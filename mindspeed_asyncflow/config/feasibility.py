@@ -145,8 +145,6 @@ def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
         if ranks > machine.npus:
             yield "error", ("run.platform", *keys), f"{ranks} NPUs wanted ({made_of}), {machine.npus} available"
         return
-    if sharing:
-        made_of += f" + {sharing} on the trainer's devices"
     rollout_ranks = (own_replicas(config) + sharing) * r.tensor_parallel
     for key, threads in (("trainer.threads", t.threads), ("rollout.threads", r.threads)):
         if threads > machine.cpus:
@@ -162,15 +160,22 @@ def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
     limit = MAX_PROCESSES_PER_CPU * machine.cpus
     processes = t.world_size + rollout_ranks + config.reward.workers
     if processes > limit:
+        shared = f" + {sharing} on the trainer's devices x {r.tensor_parallel}" if sharing else ""
         yield (
             "error",
             (*keys, "reward.workers"),
-            f"{processes} processes wanted ({made_of}, {config.reward.workers} scorers), at most {limit} make sense "
-            f"on the {machine.cpus} CPUs available",
+            f"{processes} processes wanted ({made_of}{shared} + {config.reward.workers} scorers), at most {limit} make "
+            f"sense on the {machine.cpus} CPUs available",
         )
-    wanted = t.world_size * t.threads + own_replicas(config) * r.tensor_parallel * r.threads  # the others take turns
+    own = own_replicas(config) * r.tensor_parallel
+    wanted = t.world_size * t.threads + own * r.threads
     if machine.cpus < wanted <= limit:
-        yield "warning", keys, f"{wanted} CPUs wanted ({made_of}), {machine.cpus} available: they take turns"
+        parts = [f"{t.world_size} trainer ranks x {t.threads} threads"]
+        if own:
+            parts.append(f"{own_replicas(config)} rollout replicas x {r.tensor_parallel} ranks x {r.threads} threads")
+        others = f"; the {sharing} on the trainer's devices wait while it works" if sharing else ""
+        text = f"{wanted} CPUs wanted ({' + '.join(parts)}{others}), {machine.cpus} available: they take turns"
+        yield "warning", keys, text
 
 
 def _libraries(config: Config, machine: Machine) -> Iterator[Raw]:

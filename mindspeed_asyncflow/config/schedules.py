@@ -13,6 +13,12 @@ Raw = tuple[Literal["error", "warning"], tuple[str, ...], str]
 def rules(c: Config) -> Iterator[Raw]:
     if c.workflow.schedule == "colocated":
         yield from _colocated(c)
+    elif c.workflow.max_lag == 0 and c.workflow.update == "in_flight":
+        yield (
+            "warning",
+            ("workflow.update", "workflow.max_lag"),
+            "without lag no answer is under way when new weights come, so in_flight has no effect: it trains what delayed does",
+        )
     yield from _lend(c)
     yield from _answers(c)
     yield from _groups(c)

@@ -122,3 +122,14 @@ def test_module_and_version_work_without_loading_heavy_libraries():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("mindspeed_asyncflow ")
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [("reference", "one process, no relay between them"), ("vllm", "in turn: the replicas load the newest version")],
+)
+def test_check_says_what_happens_in_turn_on_shared_devices(engine, said, capsys):
+    colocated = ["workflow.schedule=colocated", "workflow.max_lag=0", f"rollout.engine={engine}"]
+    assert cli.main(["check", TINY, *(part for setting in colocated for part in ("--set", setting))]) == 0
+    out = capsys.readouterr().out
+    assert said in out and "on the trainer's CPUs, in turn with it" in out and "replicas load as" not in out

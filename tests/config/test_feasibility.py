@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from mindspeed_asyncflow.config import parse_config
+from mindspeed_asyncflow.config.checks import check
 from mindspeed_asyncflow.config.feasibility import memory_bytes, needed_replicas, own_replicas, sharing_replicas
 from mindspeed_asyncflow.config.model import describe
 from tests.config.test_checks import BOX, TINY, errors
@@ -31,6 +32,15 @@ def test_shared_devices_count_once():
     assert errors(npu, *COLOCATED, machine=NPUS) == {}
     assert errors(npu, *LEND, machine=NPUS) == {}
     assert "5 NPUs wanted" in errors(npu, *LEND, "rollout.replicas=3", machine=NPUS)["run.platform"]
+
+
+def test_cpus_that_are_wanted_are_the_sum_of_what_is_listed():
+    config = parse_config("", ["workflow.lend=true", "trainer.tensor_parallel=2", "rollout.threads=2"])
+    said = [f.message for f in check(config, BOX, TINY) if "CPUs wanted" in f.message]
+    assert said == [
+        "4 CPUs wanted (2 trainer ranks x 1 threads + 1 rollout replicas x 1 ranks x 2 threads; the 2 on the trainer's "
+        "devices wait while it works), 2 available: they take turns"
+    ]
 
 
 def test_replicas_that_may_come_later_need_no_device_yet():

@@ -56,3 +56,12 @@ def test_schedules_that_work_have_no_error(sections):
 def test_what_may_be_open_is_the_admission_bound_with_the_surplus_of_oversampling():
     config = Config.model_validate({"workflow": {"max_lag": 2, "groups_per_step": 10, "oversample": 1.25}})
     assert config.most_samples_open == (2 * 10 + 13) * config.algorithm.group_size
+
+
+def test_loading_in_flight_without_lag_is_said_to_have_no_effect():
+    def warned(**workflow):
+        found = rules(Config.model_validate({"workflow": workflow}))
+        return [keys[0] for level, keys, text in found if level == "warning" and "in_flight" in text]
+
+    assert warned(max_lag=0, update="in_flight") == ["workflow.update"]
+    assert warned(max_lag=1, update="in_flight") == warned(max_lag=0, update="delayed") == []
