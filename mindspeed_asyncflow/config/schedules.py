@@ -17,7 +17,7 @@ def rules(c: Config) -> Iterator[Raw]:
         yield (
             "warning",
             ("workflow.update", "workflow.max_lag"),
-            "without lag no answer is under way when new weights come, so in_flight has no effect: it trains what delayed does",
+            "without lag no answer is under way when new weights come, so in_flight does what delayed does",
         )
     yield from _lend(c)
     yield from _answers(c)
