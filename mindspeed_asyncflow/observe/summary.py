@@ -109,11 +109,15 @@ def closing_words(summary: Mapping[str, Any], folder: Path | str | None = None) 
 def _opening(summary: Mapping[str, Any]) -> str:
     steps, took = summary.get("steps", 0), duration(summary.get("wall_s"))
     what = f"{summary.get('model', 'the policy')} on {summary['task']}" if summary.get("task") else "the policy"
-    if str(summary.get("error", "")).startswith("Interrupted"):
+    if _interrupted(summary):
         return f"Stopped by a signal after {steps} steps and {took}."
     if summary.get("error"):
         return f"The run FAILED after {steps} steps and {took}: {summary['error']}"
     return f"Trained {what} for {steps} steps in {took}."
+
+
+def _interrupted(summary: Mapping[str, Any]) -> bool:
+    return str(summary.get("error", "")).startswith("Interrupted")
 
 
 def _trend(first: float, last: float) -> str:
@@ -136,6 +140,8 @@ def _ledger(summary: Mapping[str, Any]) -> str:
 
 
 def _next_look(summary: Mapping[str, Any]) -> str:
+    if _interrupted(summary):
+        return "Look next: report.html for what went on, samples/ for answers."
     if summary.get("error"):
         return "Look next: log.txt for the whole error, report.html for what went on before it."
     return "Look next: report.html for the curves, samples/ for answers, hf/ for the trained policy."

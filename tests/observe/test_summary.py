@@ -88,6 +88,12 @@ def test_words_of_a_run_that_failed_before_the_first_step_give_the_root_error(tm
     assert "log.txt" in words and "None" not in words
 
 
+def test_words_of_an_interrupted_run_point_to_no_error(tmp_path):
+    words = closing_words(GOOD | {"error": "Interrupted: stopped by a signal"}, tmp_path)
+    assert words.startswith("Stopped by a signal after 60 steps")
+    assert "error" not in words and "log.txt" not in words and "report.html" in words
+
+
 def test_durations_read_like_speech():
     assert [duration(s) for s in (0.25, 9.97, 59, 59.97, 85.2, 3725)] == [
         "0.2 s",
