@@ -120,6 +120,15 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def with_absolute_paths(config: Config) -> Config:
+    """`config` finds its model from every working directory."""
+    model = config.model
+    places = {"cache": str(Path(model.cache).absolute())}
+    if not model.source.startswith(("builtin:", "package:")):
+        places["source"] = str(Path(model.source).absolute())
+    return config.model_copy(update={"model": model.model_copy(update=places)})
+
+
 def dump_resolved(config: Config) -> str:
     """The whole configuration as YAML with each key's description; `load_config` reads it back to an equal Config."""
     described = {doc.path: doc.description for doc in keys.describe_keys()}

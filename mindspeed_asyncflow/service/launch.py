@@ -14,7 +14,7 @@ from typing import TextIO
 
 import numpy as np
 
-from mindspeed_asyncflow.config.load import dump_resolved
+from mindspeed_asyncflow.config.load import dump_resolved, with_absolute_paths
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.data.builtin_models import ensure_model
 from mindspeed_asyncflow.data.prompts import PromptSet
@@ -51,6 +51,7 @@ def train(config: Config, run_folder: Path | None = None, warnings: Iterable[str
     """
     began = time.perf_counter()
     signal.signal(signal.SIGTERM, _stop)
+    config = with_absolute_paths(config)
     resolved = dump_resolved(config)
     if run_folder is not None:
         folder = RunFolder.create_at(run_folder, resolved)

@@ -4,6 +4,7 @@ import pytest
 
 from mindspeed_asyncflow.config import Config, dump_resolved, load_config, parse_config
 from mindspeed_asyncflow.config.keys import all_paths
+from mindspeed_asyncflow.config.load import with_absolute_paths
 from mindspeed_asyncflow.errors import ConfigError
 
 
@@ -124,3 +125,13 @@ def test_resolved_dump_reads_back_equal_and_describes_every_key():
     assert parse_config(text) == config
     assert all("  # " in line for line in text.splitlines() if line.startswith("  "))
     assert len([line for line in text.splitlines() if line.startswith("  ")]) == len(all_paths())
+
+
+def test_the_settings_of_a_run_find_its_model_from_every_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    generated = with_absolute_paths(parse_config(""))
+    assert generated.model.cache == str(tmp_path / ".cache" / "models")
+    assert generated.model.source == "builtin:tiny_qwen2"
+    given = with_absolute_paths(parse_config("", ["model.source=models/qwen", "model.cache=/somewhere"]))
+    assert (given.model.source, given.model.cache) == (str(tmp_path / "models" / "qwen"), "/somewhere")
+    assert parse_config(dump_resolved(given)) == given
