@@ -23,6 +23,11 @@ while (($#)); do
             if [[ $1 == --config ]]; then config=$2; else passed+=(--set "$2"); fi
             shift 2 ;;
         --config=*) config=${1#*=}; shift ;;
+        # From where the user stands; the program runs in the project.
+        --run-folder)
+            (($# >= 2)) || { echo "$1 needs a value" >&2; exit 2; }
+            passed+=(--run-folder "$(realpath -m "$2")"); shift 2 ;;
+        --run-folder=*) passed+=(--run-folder "$(realpath -m "${1#*=}")"); shift ;;
         *) passed+=("$1"); shift ;;
     esac
 done

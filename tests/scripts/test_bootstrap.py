@@ -136,8 +136,8 @@ def test_two_set_ups_at_once_make_one_environment(setup):
             f"-m mindspeed_asyncflow train {ROOT}/configs/debug/reference_engine.yaml --set a.b=[1, 2] --set c.d=e",
         ),
         (
-            ["--set", "run.seed=1", "--run-folder", "x"],
-            "-m mindspeed_asyncflow train configs/qwen_tiny_cpu.yaml --set run.seed=1 --run-folder x",
+            ["--set", "run.seed=1", "--run-folder", "/x"],
+            "-m mindspeed_asyncflow train configs/qwen_tiny_cpu.yaml --set run.seed=1 --run-folder /x",
         ),
     ],
 )
@@ -147,6 +147,13 @@ def test_launch_sets_up_and_hands_its_arguments_to_train(setup, arguments, calle
     assert "No NPU found" in done.stderr
     assert setup.log.read_text().splitlines()[-1] == called
     assert not any("tasks.txt" in line for line in setup.installs)
+
+
+@pytest.mark.parametrize("arguments", [["--run-folder", "results/x"], ["--run-folder=results/x"]])
+def test_launch_takes_a_run_folder_from_where_the_user_stands(setup, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert setup.run("launch_qwen_grpo.sh", *arguments).returncode == 0
+    assert setup.log.read_text().splitlines()[-1].endswith(f" --run-folder {tmp_path}/results/x")
 
 
 @pytest.mark.parametrize(
