@@ -29,7 +29,7 @@ NAMED: dict[str, Settings] = {
     "rolling": _of(max_lag=1, update="rolling"),
     "in_flight": _of(max_lag=1, update="in_flight"),
     "lanes": _of(max_lag=1, update="in_flight", lanes=4),
-    "partial": _of(max_lag=1, update="in_flight", lanes=4, partial_rounds=2),
+    "partial": _of(max_lag=1, update="in_flight", partial_rounds=2),
     "repack": _of(max_lag=1, update="delayed", repack_below=64),
     "oversample": _of(max_lag=1, update="in_flight", lanes=4, oversample=1.25, take="ready"),
     "lag2": _of(max_lag=2, update="in_flight", lanes=4),

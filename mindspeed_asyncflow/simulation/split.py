@@ -1,8 +1,8 @@
 """How many devices rollout, reference and training get. Parallel sizes stay: `asyncflow plan` searches those
 too; here only the shares change, so that the gain of a split is told from the rest.
 
-The first split is the one that the planner expects to be best; each further one gives every side devices in proportion
-to the work that it did in the simulated run before.
+The first split is the one that the planner expects to be best. Where its trainer idles in a simulated run, the next
+one gives every side devices in proportion to the work that it did there; where it never does, training gets more.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from mindspeed_asyncflow.simulation.run import simulate
 from mindspeed_asyncflow.simulation.schedules import Settings, with_settings
 
 GRAIN = 128  # shares are told apart by 1/128 of all devices, or by one replica
+NEVER_IDLE = 0.01
+MORE = 1 / 32  # of all devices that training gets where it never idles
 
 
 def best_split(config: Config, work: Work, tries: int) -> tuple[Config, SimulationResult]:
@@ -57,9 +59,13 @@ def expected_best(config: Config, work: Work) -> Config:
 
 
 def rebalanced(config: Config, idle: Mapping[str, float]) -> Config:
-    """Devices in proportion to the work that each side did, whole replicas each; rollout gets what rounding leaves."""
+    """Another split, from the idle shares of a run on this one; rollout gets what rounding leaves."""
     busy = {side: count * (1 - idle.get(side, 0.0)) for side, count in shares(config).items()}
     model, each = model_devices(config), reference_devices(config)
+    if idle.get("trainer", 0.0) < NEVER_IDLE:  # replicas may look busy with less than they could do
+        grown = 1 + max(model, MORE * config.hardware.devices) / config.trainer.world_size
+        data, references = round(config.trainer.data_parallel * grown), round(config.simulation.references * grown)
+        return _with(config, data, references) or config
     scale = config.hardware.devices / sum(busy.values())
     data = max(1, round(busy["trainer"] * scale / model))
     references = max(1, round(busy["reference"] * scale / each)) if each else 1
