@@ -239,7 +239,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("samples/open", "answers", "last", "", "",
            "Issued, neither trained nor dropped yet."),
     Metric("train/skipped_steps", "steps", "last", "", "",
-           "Steps skipped since the start because a gradient was not finite."),
+           "Steps since the start that left the weights as they were: a gradient was not finite, or the step had no "
+           "token to train."),
     # evaluation
     Metric("eval/heldout_greedy", "score", "last", "", "",
            "Mean score of greedy answers to held-out prompts."),
