@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Callable, Collection
 from operator import attrgetter
@@ -125,7 +126,8 @@ class Part:
         return self._whole.method(f"{self._part}.{method}", ASIDE if method in self._aside else self._group)
 
 
-_DETAIL, _GUESSES = "Worker exit detail: ", " There are some potential root causes."
+_DETAIL = "Worker exit detail: "
+_GUESSES = re.compile(r" (There are some potential root causes|Some common causes include)\b.*")  # by Ray's version
 _FIELDS = ("class_name", "actor_id", "namespace", "name:", "pid:", "ip:")
 _LONGEST = 300  # characters
 
@@ -135,8 +137,8 @@ def short_death(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = " ".join(line for line in lines if not line.startswith(_FIELDS))
     detail = said.partition(_DETAIL)[2] or said
-    what, guesses, _ = detail.partition(_GUESSES)
-    if guesses:
+    what = _GUESSES.sub("", detail)
+    if what != detail:
         what += " It was killed, by hand or for its use of memory, or it crashed."
     return what if len(what) <= _LONGEST else what[:_LONGEST].rpartition(" ")[0] + " ..."
 

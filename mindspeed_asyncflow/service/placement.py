@@ -55,7 +55,7 @@ def check_feasible(wanted: Sequence[Demand], available: Mapping[str, float]) -> 
     raise PlatformError(f"the run wants {total} {DEVICE}s, the cluster has {have}; lower these settings:{rows}")
 
 
-_OF_EVERY_WORKER = re.compile(r"^:(job_id|actor_name|task_name):|Apex is not installed|^\s*warnings\.warn\($")
+_OF_EVERY_WORKER = re.compile(r"^:(job_id|actor_name|task_name):|:\d+: \w*Warning: |^\s*warnings\.warn\($")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
