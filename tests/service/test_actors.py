@@ -104,9 +104,7 @@ def test_the_death_of_a_process_is_noticed_while_nobody_calls_it(cluster):
     assert asyncio.run(scenario()) < 10
 
 
-@pytest.mark.parametrize(
-    "guesses", ["There are some potential root causes. (1)", "Some common causes include: (1)"]
-)
+@pytest.mark.parametrize("guesses", ["There are some potential root causes. (1)", "Some common causes include: (1)"])
 def test_of_rays_paragraph_about_a_death_what_happened_is_told(guesses):
     said = f"""The actor died unexpectedly before finishing this task.
 	class_name: Host
