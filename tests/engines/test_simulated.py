@@ -81,6 +81,34 @@ def test_a_group_comes_when_its_last_member_ends():
     assert clock.run(main()) == pytest.approx([9, 9, 6, 6])
 
 
+def test_groups_come_back_at_few_shared_moments_and_the_last_one_when_it_ends():
+    async def main():
+        lengths = list(range(901, 1002))
+        answers, ended = submit(SimulatedEngine(FLAT, 200), lengths)
+        await ended
+        return np.array(lengths), answers.at
+
+    lengths, at = clock.run(main())
+    assert at[-1] == pytest.approx(1001)
+    waited = at - lengths
+    assert (waited >= -1e-6).all() and waited.max() <= 1001 / 16  # one of at least 16 moments
+    assert len(np.unique(at)) <= 1 + 100 / 1001 * 32 + 1
+
+
+def test_what_waits_for_its_moment_is_of_the_version_that_made_it():
+    async def main():
+        engine = SimulatedEngine(FLAT, 8)
+        answers, ended = submit(engine, [515, 990, 1000])
+        await asyncio.sleep(516)  # the first is complete and waits for second 544
+        await engine.load(1, 1.0)
+        await ended
+        return answers
+
+    answers = clock.run(main())
+    assert answers.at[0] == pytest.approx(516)
+    assert answers.last.tolist() == [0, 1, 1]
+
+
 def test_answers_wait_for_room():
     async def main():
         answers, ended = submit(SimulatedEngine(FLAT, 2), [4, 6, 5])
