@@ -88,6 +88,8 @@ class SampleLog(NoSamples):
             return
         self._written += size
         self._settle()
+        if self._ended:  # by the write that was under way: nothing after a hole
+            return
         self._writing = self._thread.submit(self._write, version, arrays)
 
     def _write(self, version: int, arrays: Mapping[str, Any]) -> None:

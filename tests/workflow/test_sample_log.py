@@ -1,5 +1,7 @@
 """Samples as they were trained, on disk."""
 
+import threading
+
 import numpy as np
 
 from mindspeed_asyncflow.workflow.sample_log import SampleLog, read_step
@@ -54,3 +56,22 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, caplog, monkeypat
 
 def full(*args, **arrays):
     raise OSError(28, "No space left on device")
+
+
+def test_nothing_is_recorded_after_a_write_that_failed_late(tmp_path, monkeypatch):
+    going, savez = threading.Event(), np.savez
+
+    def first_fails(*args, **arrays):
+        monkeypatch.setattr(np, "savez", savez)
+        assert going.wait(5)
+        full()
+
+    monkeypatch.setattr(np, "savez", first_fails)
+    log = SampleLog(tmp_path, 0, 10**6)
+    for version in (1, 2):
+        log.add(*chunk(10))
+        if version == 2:
+            threading.Timer(0.1, going.set).start()
+        log.finish(version)
+    log.close()
+    assert list(tmp_path.iterdir()) == []
