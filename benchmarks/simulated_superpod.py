@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also where the package is not installed
+
 from mindspeed_asyncflow.cli.plan import model_work
 from mindspeed_asyncflow.config.load import load_config, parse_config
 from mindspeed_asyncflow.errors import AsyncFlowError

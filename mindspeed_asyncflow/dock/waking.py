@@ -72,7 +72,8 @@ class Waking(ABC):
         if self._frozen_at is not None or self._unwoken:
             return
         while self.touched:
-            key = self.touched.pop()
+            key = min(self.touched)  # not pop: the order of a set differs from process to process
+            self.touched.remove(key)
             buckets = self.waiting.buckets(key)
             part = self.partitions.get(key[0]) if buckets else None
             if part is not None and not part.closing:
