@@ -106,7 +106,7 @@ def make_plan(
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Plan, Config]:
     """The plan, and the configuration that it was made for: lengths that a profile has seen replace assumed ones."""
-    from mindspeed_asyncflow.simulation.pricing import priced
+    from mindspeed_asyncflow.simulation.pricing import gather_s, priced
     from mindspeed_asyncflow.simulation.run import simulate
 
     if profile is not None:
@@ -114,10 +114,10 @@ def make_plan(
     devices = config.hardware.devices
 
     def costs_of(candidate: Config) -> Costs:
-        return priced(candidate, work)[1] if profile is None else profile.costs(candidate, work)
+        return priced(candidate, work, reshard=gather_s)[1] if profile is None else profile.costs(candidate, work)
 
     def simulated(candidate: Config, costs: Costs) -> Outcome:
-        return simulate(priced(candidate, work)[0], costs)
+        return simulate(priced(candidate, work, reshard=gather_s)[0], costs)
 
     steps, skip = steps_for(config)
     if most is None:
