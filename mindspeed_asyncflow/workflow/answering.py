@@ -20,6 +20,7 @@ import numpy as np
 from mindspeed_asyncflow.dock.client import Claim
 from mindspeed_asyncflow.errors import WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
+from mindspeed_asyncflow.workflow.clock import in_time
 from mindspeed_asyncflow.workflow.job import Job
 from mindspeed_asyncflow.workflow.workers import RowBatch
 
@@ -72,8 +73,10 @@ class Answering:
         self._start(index)
 
     async def leave(self, index: int) -> None:
-        """A replica stops answering; what it holds is answered by others."""
-        await self._ask(index, "stop")
+        """A replica stops answering; what it holds is answered by others, from the tokens that are in the dock where
+        answers can be interrupted (else a stop would leave groups behind that are whole for nobody)."""
+        if self.job.interruptible:
+            await self._ask(index, "stop")
         if index in self.job.crew.rollouts:
             await self._remove(index, "left")
 
@@ -130,7 +133,7 @@ class Answering:
         and ends the process, where nothing comes: it hangs."""
         limit_s = self.job.config.rollout.timeout_s + GRACE_S
         try:
-            return await asyncio.wait_for(work, limit_s)
+            return await in_time(work, limit_s)
         except asyncio.TimeoutError:
             self.job.crew.end(index)
             raise WorkerLost(f"rollout{index} hangs: nothing came for {limit_s:g} s (rollout.timeout_s)") from None

@@ -37,7 +37,7 @@ from mindspeed_asyncflow.records import OptimReport, UpdateReport, WeightManifes
 from mindspeed_asyncflow.reshard.relay import assemble
 from mindspeed_asyncflow.reshard.relay_table import table_from_text
 from mindspeed_asyncflow.workflow.arrivals import Arrivals, Mirror, Published
-from mindspeed_asyncflow.workflow.clock import now
+from mindspeed_asyncflow.workflow.clock import in_time, now
 from mindspeed_asyncflow.workflow.events import NoEvents
 from mindspeed_asyncflow.workflow.publisher import RankShards
 
@@ -282,7 +282,7 @@ class WeightSync:
 
     async def _in_time(self, index: int, work: Coroutine[Any, Any, T]) -> T:
         try:
-            return await asyncio.wait_for(work, self.patience_s)
+            return await in_time(work, self.patience_s)
         except asyncio.TimeoutError:
             error = WorkerLost(f"rollout{index} hangs: no weights loaded for {self.patience_s:g} s (rollout.timeout_s)")
             self.hangs(index, error)

@@ -140,3 +140,11 @@ def test_the_law_holds_under_many_random_schedules_and_faults():
         result = simulate(config, price)
         assert result.violations == {}, seed
         assert result.steps == config.simulation.steps, seed
+
+
+@pytest.mark.parametrize("seed", [1057, 1285])
+def test_a_replica_that_leaves_among_its_answers_strands_no_group(seed):
+    """Its batch ends in the very moment at which its loop is told to end; answers there cannot be interrupted."""
+    config, price = random_schedule(np.random.default_rng(seed), seed)
+    assert any(fault.startswith("leave") for fault in config.simulation.faults)
+    assert simulate(config, price).steps == config.simulation.steps
