@@ -18,6 +18,7 @@ class PromptRow:
     truth: str  # what the scorer compares with; opaque to everybody else
     epoch: int = 0
     prompt_index: int = 0  # position in the prompt set
+    fields: str = "{}"  # JSON object for scorers and environments: prompt, id, and what else the data has
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Completion:
     finish_reason: str  # stop | length | abort | error
     spans: tuple[VersionSpan, ...]
     fingerprint: str = ""  # of the version that sampled the last token
+    mask: np.ndarray | None = None  # uint8 [L], 0 where an environment wrote the token; None: the policy sampled all
 
     @property
     def version_min(self) -> int:
@@ -83,11 +85,14 @@ class TrainSample:
     prompt_ids: np.ndarray  # int32 [P]
     response_ids: np.ndarray  # int32 [L]
     rollout_logprobs: np.ndarray  # float32 [L]
-    advantage: float
+    advantage: float | np.ndarray  # one for the answer, or float32 [L]
     version_min: int
     version_max: int
     ref_logprobs: np.ndarray | None = None  # float32 [L]
     loss_mask: np.ndarray | None = None  # uint8 [L]; None: every response token counts
+    lags: np.ndarray | None = None  # int32 [L] trainer version minus the version that sampled the token
+    values: np.ndarray | None = None  # float32 [L] of the critic, when the answer was scored
+    returns: np.ndarray | None = None  # float32 [L]
 
     @property
     def tokens(self) -> int:
@@ -112,6 +117,9 @@ class MicroBatch:
     sample_index: np.ndarray  # int32 [T], 0 .. S-1
     rows: np.ndarray  # int64 [S] dock row handles; -1 marks padding rows of weight zero
     ref_logprobs: np.ndarray | None = None  # float32 [T]
+    lags: np.ndarray | None = None  # float32 [T], 0 where loss_mask is 0
+    values: np.ndarray | None = None  # float32 [T], 0 where loss_mask is 0
+    returns: np.ndarray | None = None  # float32 [T], 0 where loss_mask is 0
 
     @property
     def num_valid_tokens(self) -> float:

@@ -15,7 +15,7 @@ from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.records import MicroBatch
 
 if TYPE_CHECKING:
-    from mindspeed_asyncflow.config.schema import AlgorithmConfig
+    from mindspeed_asyncflow.config.schema import AlgorithmConfig, CorrectionConfig
 
 Metrics = dict[str, torch.Tensor]  # scalars; keys end in _sum, _count, _max or _min: how parts are joined
 _REPORTED_CAP = 2.0  # importance weights are reported with this cap where none is configured
@@ -34,13 +34,14 @@ class PolicyLoss(Protocol):
         ...
 
 
-def make_policy_loss(cfg: AlgorithmConfig) -> PolicyLoss:
+def make_policy_loss(cfg: AlgorithmConfig, correction: CorrectionConfig | None = None) -> PolicyLoss:
     """The loss that `cfg` describes. Raises `ConfigError` for unknown names.
 
     The PPO ratio refers to the sampling policy (`proximal: rollout`) or to the current one (`current`: value 1, the
     gradient remains). `tis_cap` weighs tokens by min(old / rollout, cap), so it acts with `current` and `reinforce`.
     """
     token_loss = registered_loss(cfg.loss)
+    cap = correction.cap if correction is not None and correction.weight != "off" else None
     kl_term = kl_loss(cfg.kl_type) if cfg.kl_coef > 0 else None
     current_is_old = cfg.proximal == "current" or cfg.loss == "reinforce"
 
@@ -57,11 +58,11 @@ def make_policy_loss(cfg: AlgorithmConfig) -> PolicyLoss:
         old = logprobs.detach() if current_is_old else rollout
         tokens = token_loss(logprobs, old, take(batch.advantages), cfg)
         loss = tokens.loss
-        if cfg.tis_cap is not None:
-            loss = loss * truncated_weight(old, rollout, cfg.tis_cap)
+        if cap is not None:
+            loss = loss * truncated_weight(old, rollout, cap)
         total = (loss * weight).sum()
         with torch.no_grad():
-            parts = _parts(tokens, loss, logprobs, old, rollout, cfg)
+            parts = _parts(tokens, loss, logprobs, old, rollout, cap)
             parts["actor/entropy_sum"] = entropy.index_select(0, index).sum()
         if kl_term is not None:
             kl = kl_term(logprobs, take(_reference(batch)))
@@ -88,10 +89,10 @@ def _parts(
     logprobs: torch.Tensor,
     old: torch.Tensor,
     rollout: torch.Tensor,
-    cfg: AlgorithmConfig,
+    cap: float | None,
 ) -> Metrics:
     """Sums, counts and extremes over the N trained tokens; no extremes where N is 0."""
-    cap = cfg.tis_cap or _REPORTED_CAP
+    cap = cap or _REPORTED_CAP
     drift = logprobs - rollout  # log pi - log mu
     gap = drift.abs()
     unbounded = safe_exp(drift, _EXP_CAP)

@@ -7,7 +7,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from mindspeed_asyncflow.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig
 from mindspeed_asyncflow.config.cluster import HardwareConfig, SimulationConfig, WorkloadConfig
+from mindspeed_asyncflow.config.intake import DataConfig, EvaluationConfig, RewardConfig, TurnsConfig
 from mindspeed_asyncflow.config.section import Section
 
 
@@ -29,45 +31,6 @@ class ModelConfig(Section):
         ".cache/models",
         description="Where generated and converted model folders are kept; config.yaml of a run has the whole path.",
     )
-
-
-class DataConfig(Section):
-    task: str = Field(
-        "sort4", description="sort4, sort_long, reasoning_gym:DATASET, jsonl:FILE or python:MODULE:CLASS."
-    )
-    options: dict[str, str | int | float | bool | list] = Field(
-        default_factory=dict, description="Arguments of the task (reasoning_gym dataset options)."
-    )
-    size: int = Field(10000, ge=2, description="Prompts to make or read, held-out ones included.")
-    heldout: int = Field(400, ge=0, description="Prompts kept apart for evaluation.")
-    epochs: int = Field(1000, ge=1, description="Passes over the training prompts before the data ends.")
-    drop_last: bool = Field(True, description="Leave out an incomplete last batch of an epoch.")
-    max_prompt_tokens: int = Field(64, ge=1, description="Longer prompts are dropped and counted.")
-    chat: bool = Field(False, description="Wrap prompts in the tokenizer's chat template.")
-
-
-class AlgorithmConfig(Section):
-    advantage: Literal["grpo", "dr_grpo"] = Field("grpo", description="Group-relative advantage.")
-    group_size: int = Field(8, ge=1, description="Answers per prompt.")
-    dynamic_sampling: bool = Field(
-        False, description="Groups whose rewards are all equal are dropped and replaced (DAPO)."
-    )
-    advantage_eps: float = Field(1e-6, ge=0, description="Added to the standard deviation.")
-    loss: Literal["ppo_clip", "reinforce"] = Field("ppo_clip", description="Policy loss.")
-    clip_low: float = Field(0.2, ge=0, lt=1, description="Ratio is clipped below 1 - clip_low.")
-    clip_high: float = Field(0.28, ge=0, description="Ratio is clipped above 1 + clip_high.")
-    dual_clip: float | None = Field(None, gt=1, description="Bound of the loss for negative advantages; off if null.")
-    proximal: Literal["rollout", "current"] = Field(
-        "rollout", description="Policy that the PPO ratio refers to: the one that sampled, or the current one."
-    )
-    tis_cap: float | None = Field(
-        None, gt=0, description="Token-level truncated importance weight old/rollout is capped here; off if null."
-    )
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = Field(
-        "token-mean", description="How token losses become one number, over the global batch."
-    )
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL term to the reference; 0: no reference.")
-    kl_type: Literal["k2", "k3"] = Field("k3", description="KL estimator used as a loss.")
 
 
 class TrainerConfig(Section):
@@ -124,12 +87,6 @@ class RolloutConfig(Section):
     kv_cache_mb: int = Field(64, ge=1, description="Key/value cache of one replica in MiB.")
     timeout_s: float = Field(120.0, gt=0, description="Deadline of one generation batch.")
     threads: int = Field(1, ge=1, description="CPU threads of each replica.")
-
-
-class RewardConfig(Section):
-    workers: int = Field(1, ge=1, description="Scorer processes.")
-    timeout_s: float = Field(5.0, gt=0, description="Deadline for scoring one answer.")
-    on_timeout: Literal["zero", "drop"] = Field("drop", description="What a timed-out or failed score becomes.")
 
 
 class WorkflowConfig(Section):
@@ -197,13 +154,6 @@ class WorkflowConfig(Section):
     start_timeout_s: float = Field(240.0, gt=0, description="Deadline for all workers to start.")
 
 
-class EvaluationConfig(Section):
-    every: int | None = Field(
-        None, ge=1, description="Evaluate held-out prompts every N steps; always at start and end."
-    )
-    prompts: int = Field(400, ge=0, description="Held-out prompts used; 0: no evaluation.")
-
-
 class DockConfig(Section):
     pairs: int = Field(1, ge=1, le=256, description="Controller/warehouse pairs; rows are spread over them.")
     arena_mb: int = Field(64, ge=1, description="Shared memory of one warehouse in MiB, touched once at start.")
@@ -230,8 +180,11 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     rollout: RolloutConfig = RolloutConfig()
+    turns: TurnsConfig = TurnsConfig()
     reward: RewardConfig = RewardConfig()
     workflow: WorkflowConfig = WorkflowConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

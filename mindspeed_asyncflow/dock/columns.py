@@ -200,11 +200,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
 GRPO_COLUMNS = (
     ColumnSpec("prompt_ids", "int32", "ragged", shared=True, tokens=True),  # [P]
     ColumnSpec("truth", "uint8", "ragged", shared=True),  # UTF-8 text
+    ColumnSpec("fields", "uint8", "ragged", shared=True),  # UTF-8 text, a JSON object
     ColumnSpec("response_ids", "int32", "ragged", tokens=True),  # [L]
     ColumnSpec("rollout_logprobs", "float32", "ragged"),  # [L]
     ColumnSpec("finish", "uint8"),  # FINISH_CODES
-    ColumnSpec("reward", "float32"),
+    ColumnSpec("response_mask", "uint8", "ragged"),  # [L] 0: written by an environment; only with one
+    ColumnSpec("score", "float32"),  # of the scorers
+    ColumnSpec("reward", "float32"),  # with length and KL punishments
     ColumnSpec("advantage", "float32"),
+    ColumnSpec("token_advantages", "float32", "ragged"),  # [L], in place of `advantage` where tokens differ
+    ColumnSpec("values", "float32", "ragged"),  # [L] of the critic
+    ColumnSpec("returns", "float32", "ragged"),  # [L]
     ColumnSpec("ref_logprobs", "float32", "ragged"),  # [L]
     ColumnSpec("response_spans", "int32", "ragged", shape=(3,)),  # [S, 3] version, start, end: tile [0, L)
     ColumnSpec("partial_ids", "int32", "ragged", renewable=True),  # [K] of an answer that is to be continued
@@ -213,11 +219,27 @@ GRPO_COLUMNS = (
 )
 
 
-def grpo_tasks(with_reference: bool) -> tuple[TaskSpec, ...]:
-    """The tasks of a GRPO run; `with_reference` adds `reference`, and training waits for its log-probs."""
-    train: tuple[str, ...] = ("prompt_ids", "response_ids", "rollout_logprobs", "advantage", "reward")
-    tasks = [TaskSpec("rollout", ("prompt_ids",)), TaskSpec("reward", ("response_ids", "truth", "finish"))]
+def grpo_tasks(
+    with_reference: bool, *, kl_in_reward: bool = False, token_level: bool = False, critic: bool = False
+) -> tuple[TaskSpec, ...]:
+    """The tasks of a run.
+
+    `with_reference` adds `reference`, and training waits for its log-probs; with `kl_in_reward` so does what makes
+    rewards of scores. `token_level`: advantages are per token. `critic` adds `value`, which makes advantages of scores.
+    """
+    train: tuple[str, ...] = ("prompt_ids", "response_ids", "rollout_logprobs", "reward")
+    reward: tuple[str, ...] = ("response_ids", "truth", "finish")
+    value: tuple[str, ...] = ("prompt_ids", "response_ids", "reward")
+    tasks = [TaskSpec("rollout", ("prompt_ids",))]
     if with_reference:
         tasks.append(TaskSpec("reference", ("prompt_ids", "response_ids")))
         train = (*train, "ref_logprobs")
-    return (*tasks, TaskSpec("train", train))
+    if kl_in_reward and critic:
+        value = (*value, "rollout_logprobs", "ref_logprobs")
+    elif kl_in_reward:
+        reward = (*reward, "rollout_logprobs", "ref_logprobs")
+    tasks.append(TaskSpec("reward", reward))
+    if critic:
+        tasks.append(TaskSpec("value", value))
+        train = (*train, "values", "returns")
+    return (*tasks, TaskSpec("train", (*train, "token_advantages" if token_level else "advantage")))
