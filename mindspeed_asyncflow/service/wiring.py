@@ -25,8 +25,9 @@ from mindspeed_asyncflow.records import SamplingSpec
 from mindspeed_asyncflow.service.relays import RelayOfRank
 from mindspeed_asyncflow.workflow.publisher import Publisher
 from mindspeed_asyncflow.workflow.sample_log import NoSamples, SampleLog
+from mindspeed_asyncflow.workflow.score_worker import ReferenceWorker, ScoreWorker
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
-from mindspeed_asyncflow.workflow.workers import ReferenceWorker, RolloutWorker, ScoreWorker
+from mindspeed_asyncflow.workflow.workers import RolloutWorker
 
 IN_PLACE_BUCKET_BYTES = 64 << 20  # staging beside both shards while a replica is filled in place
 

@@ -23,8 +23,9 @@ from mindspeed_asyncflow.reshard.relay_mirror import PullReport
 from mindspeed_asyncflow.simulation.dock import SimDock
 from mindspeed_asyncflow.simulation.prompts import Prompts
 from mindspeed_asyncflow.workflow.publisher import RankShards
+from mindspeed_asyncflow.workflow.score_worker import ScoreReport
 from mindspeed_asyncflow.workflow.train_worker import ChunkReport, FinishReport
-from mindspeed_asyncflow.workflow.workers import RolloutReport, RowBatch, ScoreReport
+from mindspeed_asyncflow.workflow.workers import RolloutReport, RowBatch
 
 
 def now() -> float:

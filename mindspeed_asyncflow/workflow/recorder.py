@@ -18,11 +18,12 @@ from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.trace import get_tracer
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter, SampleText
 from mindspeed_asyncflow.workflow.book import StepBook
+from mindspeed_asyncflow.workflow.score_worker import ScoreReport
 from mindspeed_asyncflow.workflow.staleness import StalenessWindow
 from mindspeed_asyncflow.workflow.train_worker import ChunkReport, FinishReport
 from mindspeed_asyncflow.workflow.turns import Turns
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync
-from mindspeed_asyncflow.workflow.workers import RolloutReport, ScoreReport
+from mindspeed_asyncflow.workflow.workers import RolloutReport
 
 
 class BusyClock:

@@ -10,7 +10,7 @@ import numpy as np
 from mindspeed_asyncflow.dock.client import Claim
 from mindspeed_asyncflow.workflow.answering import rows_of
 from mindspeed_asyncflow.workflow.job import Job
-from mindspeed_asyncflow.workflow.workers import ScoreReport
+from mindspeed_asyncflow.workflow.score_worker import ScoreReport
 
 
 class Scoring:

@@ -39,9 +39,10 @@ from mindspeed_asyncflow.workflow.job import Crew
 from mindspeed_asyncflow.workflow.publisher import Publisher
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.run import Run
+from mindspeed_asyncflow.workflow.score_worker import ScoreWorker
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync, expected_of
-from mindspeed_asyncflow.workflow.workers import MirrorRoute, RolloutWorker, ScoreWorker
+from mindspeed_asyncflow.workflow.workers import MirrorRoute, RolloutWorker
 
 QUIET = Tracer("", "test", enabled=False)
 

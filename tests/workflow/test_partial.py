@@ -24,8 +24,9 @@ from mindspeed_asyncflow.workflow.partial import (
     spans_of,
     versions_per_token,
 )
+from mindspeed_asyncflow.workflow.score_worker import ScoreWorker
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
-from mindspeed_asyncflow.workflow.workers import RolloutWorker, RowBatch, ScoreWorker, sample_seed
+from mindspeed_asyncflow.workflow.workers import RolloutWorker, RowBatch, sample_seed
 from tests.engines.bench import make_engine, make_model
 from tests.workflow.partial_engine import QUIET, Replica, expected_tokens, manifest, natural_length
 
