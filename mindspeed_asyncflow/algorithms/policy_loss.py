@@ -72,6 +72,8 @@ def make_policy_loss(cfg: AlgorithmConfig, correction: CorrectionConfig | None =
         share = loss_denominator(cfg.aggregation, len(trained), sequences) if len(trained) else 0.0
         parts["actor/loss_weight_sum"] = torch.tensor(share)
         parts["actor/loss_sum"] = total.detach()
+        parts["actor/loss_tokens_count"] = torch.tensor(float(len(trained)))
+        parts["actor/loss_sequences_count"] = torch.tensor(float(sequences))
         return total, parts
 
     return policy_loss
