@@ -1,4 +1,4 @@
-"""Group-relative advantages.
+"""Advantages of answers from their rewards.
 
 A row belongs to a group by its group id, never by its position. Everything here is numpy: a batch is a few hundred
 numbers, and the processes that compute advantages need no torch.
@@ -28,7 +28,31 @@ def dr_grpo(rewards: np.ndarray, eps: float) -> np.ndarray:
     return rewards - rewards.mean()
 
 
-ADVANTAGES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {"grpo": grpo, "dr_grpo": dr_grpo}
+def grpo_loo(rewards: np.ndarray, eps: float) -> np.ndarray:
+    """(r_i - mean of the others) / (std of the group + eps)."""
+    return rloo(rewards, eps) / (rewards.std(ddof=1) + eps)
+
+
+def rloo(rewards: np.ndarray, eps: float) -> np.ndarray:
+    """r_i - mean of the others = G / (G - 1) (r_i - mean) (RLOO, arXiv 2402.14740); eps is unused."""
+    return dr_grpo(rewards, eps) * len(rewards) / (len(rewards) - 1)
+
+
+def maxrl(rewards: np.ndarray, eps: float) -> np.ndarray:
+    """(r - mean) / (mean + eps): rare successes weigh more (MaxRL). For rewards that are not negative."""
+    return dr_grpo(rewards, eps) / (rewards.mean() + eps)
+
+
+ADVANTAGES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
+    "grpo": grpo,
+    "grpo_batch": dr_grpo,  # divided by the standard deviation of the batch when that is known: moments.py
+    "grpo_loo": grpo_loo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "maxrl": maxrl,
+    "reinforce_pp_baseline": dr_grpo,  # whitened over the batch: moments.py
+}
+ALONE = ("reinforce_pp", "gae")  # the reward itself: answers are not compared, a group may have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +75,8 @@ def group_advantages(
     A reward of None or NaN (abstained, failed, timed out) leaves its row out; the survivors are compared with each
     other. A group with one survivor is dropped, as nothing can be compared; with `group_size: 1` the advantage is 0.
     Rows of a group whose rewards are all equal get exactly 0 and stay: they add no policy gradient, but count in the
-    loss denominator and, with a reference, feel the KL term. Raises `RewardError` for an infinite reward.
+    loss denominator and, with a reference, feel the KL term. Raises `RewardError` for an infinite reward, and where
+    maxrl gets negative ones.
     """
     values = np.array([np.nan if reward is None else reward for reward in rewards], dtype=np.float64)
     ids = np.asarray(group_ids)
@@ -62,7 +87,10 @@ def group_advantages(
         raise RewardError(
             f"reward of row {row} (group {ids[row]}) is {values[row]}; scorers must return finite numbers"
         )
-    estimate = _registered(cfg.advantage)
+    alone = cfg.advantage in ALONE
+    estimate = (lambda rewards, eps: rewards) if alone else _registered(cfg.advantage)
+    if cfg.advantage == "maxrl" and (values < 0).any():
+        raise RewardError(f"algorithm.advantage maxrl divides by the mean reward; one is {np.nanmin(values):g}")
     scored = ~np.isnan(values)
     kept = scored.copy()
     advantages = np.zeros_like(values)
@@ -70,12 +98,13 @@ def group_advantages(
     unique = np.unique(ids)
     for group in unique:
         rows = np.flatnonzero((ids == group) & scored)
-        if len(rows) == 0 or (len(rows) == 1 and cfg.group_size > 1):
+        if len(rows) == 0 or (len(rows) == 1 and cfg.group_size > 1 and not alone):
             kept[rows] = False
             dropped += 1
-        elif np.ptp(values[rows]) == 0:
-            without_signal += 1
-        else:
+            continue
+        flat = np.ptp(values[rows]) == 0
+        without_signal += bool(flat)
+        if alone or not flat:
             advantages[rows] = estimate(values[rows], cfg.advantage_eps)
     return GroupAdvantages(advantages, kept, int((~scored).sum()), len(unique), dropped, without_signal)
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from mindspeed_asyncflow.algorithms.aggregate import loss_denominator, token_weights
+from mindspeed_asyncflow.algorithms.aggregate import token_weights
+from mindspeed_asyncflow.algorithms.corrections import Correction, correct, mismatch, proximal_logprobs
 from mindspeed_asyncflow.algorithms.kl import kl_loss
-from mindspeed_asyncflow.algorithms.losses import TokenLoss, registered_loss, truncated_weight
-from mindspeed_asyncflow.algorithms.safe_exp import safe_exp
+from mindspeed_asyncflow.algorithms.losses import Answers, TokenLoss, Tokens, registered_loss
 from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.records import MicroBatch
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, torch.Tensor]  # scalars; keys end in _sum, _count, _max or _min: how parts are joined
 _REPORTED_CAP = 2.0  # importance weights are reported with this cap where none is configured
-_EXP_CAP = 20.0  # nats
 
 
 class PolicyLoss(Protocol):
@@ -35,15 +34,18 @@ class PolicyLoss(Protocol):
 
 
 def make_policy_loss(cfg: AlgorithmConfig, correction: CorrectionConfig | None = None) -> PolicyLoss:
-    """The loss that `cfg` describes. Raises `ConfigError` for unknown names.
+    """The loss that the settings describe; without `correction` there is none. Raises `ConfigError` for unknown names.
 
-    The PPO ratio refers to the sampling policy (`proximal: rollout`) or to the current one (`current`: value 1, the
-    gradient remains). `tis_cap` weighs tokens by min(old / rollout, cap), so it acts with `current` and `reinforce`.
+    `parts` say what the loss denominator counts: `actor/loss_tokens_count` and `actor/loss_sequences_count`.
     """
+    from mindspeed_asyncflow.config.schema import CorrectionConfig as Defaults
+
     token_loss = registered_loss(cfg.loss)
-    cap = correction.cap if correction is not None and correction.weight != "off" else None
-    kl_term = kl_loss(cfg.kl_type) if cfg.kl_coef > 0 else None
-    current_is_old = cfg.proximal == "current" or cfg.loss == "reinforce"
+    kl_term = kl_loss(cfg.kl_type) if cfg.kl_coef > 0 and cfg.kl_in == "loss" else None
+    proximal = "current" if cfg.loss == "reinforce" else cfg.proximal
+    how = correction or Defaults()
+    corrected = how.weight != "off" or how.reject != "off" or how.opsm_delta is not None or how.stale_power > 0
+    cap = how.cap if how.weight != "off" else _REPORTED_CAP
 
     def policy_loss(logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         trained = np.flatnonzero(batch.loss_mask)  # [N]
@@ -53,27 +55,46 @@ def make_policy_loss(cfg: AlgorithmConfig, correction: CorrectionConfig | None =
             return torch.from_numpy(array[trained]).to(logprobs)
 
         logprobs = logprobs.index_select(0, index)
-        rollout = take(batch.rollout_logprobs)
-        weight = take(token_weights(batch, cfg.aggregation))
-        old = logprobs.detach() if current_is_old else rollout
-        tokens = token_loss(logprobs, old, take(batch.advantages), cfg)
-        loss = tokens.loss
-        if cap is not None:
-            loss = loss * truncated_weight(old, rollout, cap)
+        rollout, advantages = take(batch.rollout_logprobs), take(batch.advantages)
+        lags = None if batch.lags is None else take(batch.lags)
+        sequence = batch.sample_index[trained].astype(np.int64)
+        answers = Answers(torch.from_numpy(sequence).to(logprobs.device), len(batch.rows))
+        old = proximal_logprobs(proximal, logprobs, rollout, lags)
+        tokens = token_loss(Tokens(logprobs, old, advantages, answers), cfg)
+        loss, kept = tokens.loss, None
+        extra: Metrics = {}
+        if corrected:
+            bypass = proximal == "rollout"
+            found: Correction = correct(
+                how,
+                logprobs=logprobs,
+                old=old,
+                rollout=rollout,
+                advantages=advantages,
+                answers=answers,
+                lags=lags,
+                bypass=bypass,
+            )
+            kept, extra = found.kept, found.metrics
+            loss = loss if found.weight is None else loss * found.weight
+        mask = np.asarray(batch.loss_mask)
+        if kept is not None and how.rejected == "leave_out":
+            mask = mask.copy()
+            mask[trained] *= kept.cpu().numpy()
+        weight = take(token_weights(batch, cfg.aggregation, mask))
         total = (loss * weight).sum()
         with torch.no_grad():
-            parts = _parts(tokens, loss, logprobs, old, rollout, cap)
+            parts = _parts(tokens, loss, logprobs, old, rollout, cap) | extra
             parts["actor/entropy_sum"] = entropy.index_select(0, index).sum()
         if kl_term is not None:
             kl = kl_term(logprobs, take(_reference(batch)))
             parts["actor/kl_loss_sum"] = kl.detach().sum()
+            if cfg.kl_weighted:
+                kl = kl * torch.exp(logprobs - old)
             total = total + cfg.kl_coef * (kl * weight).sum()
-        sequences = len(np.unique(batch.sample_index[trained]))
-        share = loss_denominator(cfg.aggregation, len(trained), sequences) if len(trained) else 0.0
-        parts["actor/loss_weight_sum"] = torch.tensor(share)
         parts["actor/loss_sum"] = total.detach()
-        parts["actor/loss_tokens_count"] = torch.tensor(float(len(trained)))
-        parts["actor/loss_sequences_count"] = torch.tensor(float(sequences))
+        parts["actor/loss_tokens_count"] = torch.tensor(float(np.count_nonzero(mask)))
+        parts["actor/loss_sequences_count"] = torch.tensor(float(len(np.unique(batch.sample_index[mask > 0]))))
         return total, parts
 
     return policy_loss
@@ -86,21 +107,12 @@ def _reference(batch: MicroBatch) -> np.ndarray:
 
 
 def _parts(
-    tokens: TokenLoss,
-    loss: torch.Tensor,
-    logprobs: torch.Tensor,
-    old: torch.Tensor,
-    rollout: torch.Tensor,
-    cap: float | None,
+    tokens: TokenLoss, loss: torch.Tensor, logprobs: torch.Tensor, old: torch.Tensor, rollout: torch.Tensor, cap: float
 ) -> Metrics:
     """Sums, counts and extremes over the N trained tokens; no extremes where N is 0."""
-    cap = cap or _REPORTED_CAP
-    drift = logprobs - rollout  # log pi - log mu
-    gap = drift.abs()
-    unbounded = safe_exp(drift, _EXP_CAP)
-    importance = unbounded.clamp(max=cap)
     high = tokens.clipped & (tokens.ratio > 1)
-    sums = {
+    apart = mismatch(logprobs, rollout, cap)
+    sums = apart | {
         "actor/tokens_count": torch.ones_like(loss),
         "actor/pg_loss_sum": loss,
         "actor/ppo_kl_sum": old - logprobs,
@@ -109,17 +121,12 @@ def _parts(
         "actor/pg_clipfrac_high_sum": high,
         "actor/pg_clipfrac_lower_sum": tokens.clipped_lower,
         "actor/ratio_sum": tokens.ratio,
-        "rollout_corr/kl_sum": -drift,
-        "rollout_corr/k3_kl_sum": unbounded - drift - 1,
-        "rollout_corr/abs_diff_sum": gap,
-        "rollout_corr/is_sum": importance,
-        "rollout_corr/is_sq_sum": importance.square(),
-        "rollout_corr/is_clipfrac_sum": unbounded > cap,
     }
     joined = torch.stack([value.to(loss.dtype) for value in sums.values()]).sum(dim=1)
     parts = dict(zip(sums, joined.unbind()))
     if len(loss):
         parts["actor/ratio_min"], parts["actor/ratio_max"] = tokens.ratio.aminmax()
-        parts["rollout_corr/is_min"], parts["rollout_corr/is_max"] = importance.aminmax()
-        parts["rollout_corr/abs_diff_max"] = gap.max()
+        weights = apart["rollout_corr/is_sum"]
+        parts["rollout_corr/is_min"], parts["rollout_corr/is_max"] = weights.aminmax()
+        parts["rollout_corr/abs_diff_max"] = apart["rollout_corr/abs_diff_sum"].max()
     return parts

@@ -23,6 +23,7 @@ from mindspeed_asyncflow.workflow import batcher
 from mindspeed_asyncflow.workflow.answering import rows_of
 from mindspeed_asyncflow.workflow.book import StepBook
 from mindspeed_asyncflow.workflow.dock_port import Dock
+from mindspeed_asyncflow.workflow.train_worker import ChunkRules
 from mindspeed_asyncflow.workflow.weight_sync import expected_of
 
 REPEATS = 2
@@ -110,7 +111,7 @@ class Blocks:
         plan = batcher.plan(infos, 1, micro_batch_tokens, t.pipeline_parallel if t.virtual_pipeline else 1)
         versions = dict.fromkeys(handles, (0, 0))
         groups = dict(zip(handles, zip(claim.group_ids.tolist(), claim.members.tolist())))
-        await asyncio.gather(*(w.train(plan, versions, groups, 0) for w in self.session.trainers))
+        await asyncio.gather(*(w.train(plan, versions, groups, ChunkRules(0)) for w in self.session.trainers))
         await self.dock.read(claim.rows, ["reward"])
         count = float(len(plan[0]))
         self.note("train", began, micro_batches=count, tokens=float(tokens.sum()), squares=_squares(tokens))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mindspeed_asyncflow.config import feasibility, schedules
+from mindspeed_asyncflow.config import feasibility, learning, schedules
 from mindspeed_asyncflow.config.machine import Machine
 from mindspeed_asyncflow.config.model import describe
 from mindspeed_asyncflow.config.parallel import check_parallel
@@ -30,7 +30,7 @@ class Finding:
 
 def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = None) -> list[Finding]:
     """All findings, errors first. `model` is the Hugging Face config of `model.source`, where it is known already."""
-    rules = (_algorithm, _batches, _data, _rollout, _trainer, schedules.rules)
+    rules = (learning.rules, _batches, _data, _rollout, _trainer, schedules.rules)
     found = [Finding(*f) for rule in rules for f in rule(config)]
     shape = None
     try:
@@ -63,31 +63,6 @@ def _parallel(config: Config, model: Mapping[str, Any]) -> list[Finding]:
 
 
 Raw = tuple[Literal["error", "warning"], tuple[str, ...], str]
-
-
-def _algorithm(c: Config) -> Iterator[Raw]:
-    a, w = c.algorithm, c.workflow
-    if a.group_size < 2:
-        yield (
-            "error",
-            ("algorithm.group_size", "algorithm.advantage"),
-            f"{a.advantage} compares the answers of one prompt with each other, so one answer never learns; "
-            "set algorithm.group_size to 2 or more",
-        )
-    if w.max_lag > 0 and a.loss == "reinforce" and a.tis_cap is None:
-        yield (
-            "warning",
-            ("algorithm.loss", "algorithm.tis_cap"),
-            f"samples may be {w.max_lag} versions old and nothing corrects for it; set algorithm.tis_cap (such as 2.0)",
-        )
-    if a.tis_cap is not None and a.loss == "ppo_clip" and a.proximal == "rollout":
-        yield (
-            "warning",
-            ("algorithm.tis_cap", "algorithm.proximal"),
-            "has no effect: the weight is old / rollout policy, and these are the same here; set proximal to current",
-        )
-    if a.loss == "ppo_clip" and a.clip_high < a.clip_low:
-        yield "warning", ("algorithm.clip_high",), "clip_high below clip_low lets the policy only unlearn; usual is >="
 
 
 def _batches(c: Config) -> Iterator[Raw]:

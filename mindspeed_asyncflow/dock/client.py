@@ -54,8 +54,8 @@ class DockClient(SpreadClaims):
     ) -> list[np.ndarray]:
         """Adds prompt groups; returns the row handles int64 [rows] of each group, in the order given.
 
-        The columns `prompt_ids` and `truth` are stored once per group, from its first row. Waits while the arena is
-        full. Further members of a group may be put later, while the group has any rows.
+        The columns `prompt_ids`, `truth` and `fields` are stored once per group, from its first row. Waits while the
+        arena is full. Further members of a group may be put later, while the group has any rows.
         """
         if not groups:
             return []
@@ -63,6 +63,7 @@ class DockClient(SpreadClaims):
         values = {
             "prompt_ids": Ragged.from_rows([row.prompt_ids for row in firsts], "int32"),
             "truth": Ragged.from_text(row.truth for row in firsts),
+            "fields": Ragged.from_text(row.fields for row in firsts),
         }
         counts = [len(group) for group in groups]
         members = [row.member for group in groups for row in group]

@@ -8,6 +8,7 @@ its own denominator. A mean of means never happens.
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,6 +16,7 @@ from mindspeed_asyncflow.errors import MetricError
 from mindspeed_asyncflow.observe.table import METRICS, Metric
 
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
+_FAMILIES = [metric.name for metric in METRICS if "*" in metric.name]
 
 _SQUARES = {"rollout_corr/is_eff_sample_size": ("rollout_corr/is_sum", "rollout_corr/is_sq_sum")}
 
@@ -36,7 +38,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def check_names(metrics: Mapping[str, object]) -> None:
     """Raise `MetricError` when a key of `metrics` is not a metric of the table."""
     for name in metrics:
-        if name not in BY_NAME:
+        if name not in BY_NAME and not any(fnmatch.fnmatchcase(name, family) for family in _FAMILIES):
             raise MetricError(f"unknown metric '{name}'{_nearest(name, BY_NAME)}; add a row to observe/table.py")
 
 

@@ -11,9 +11,9 @@ from typing import Literal
 Reducer = Literal["mean", "sum", "max", "min", "last", "ess"]
 
 TOKENS = "actor/tokens_count"
+CRITIC_TOKENS = "critic/tokens_count"
 SAMPLES = "samples_count"
 GROUPS = "groups_count"
-WEIGHT = "actor/loss_weight_sum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +68,23 @@ def _timing(name: str, definition: str, alias: str = "") -> Metric:
 # fmt: off
 METRICS: tuple[Metric, ...] = (
     # reward
-    *_three("reward", "score", "score in the global batch, before any KL term.", SAMPLES, "critic/score"),
+    *_three("reward", "score", "reward in the global batch: scores with length and KL punishments.", SAMPLES,
+            "critic/rewards"),
+    *_three("score", "score", "score of the answers that were scored during the step, without punishments.", SAMPLES,
+            "critic/score"),
+    Metric("scorer/*", "score", "last", "", "",
+           "Mean score of one of `reward.scorers`, by its name, before its weight."),
     Metric("reward/std", "score", "last", "", "",
-           "Standard deviation of the score over the global batch."),
+           "Standard deviation of the reward over the global batch."),
     Metric("reward/zero_std_fraction", "share", "mean", GROUPS, "",
            "Share of prompt groups whose answers all scored the same: they give no gradient."),
     Metric("reward/abstained_fraction", "share", "mean", SAMPLES, "",
            "Share of answers that the scorer gave no score."),
     # policy
-    Metric("actor/loss", "1", "mean", WEIGHT, "",
+    Metric("actor/loss", "1", "last", "", "",
            "The number whose gradient is taken: policy loss and KL term, aggregated as `algorithm.aggregation` says."),
+    Metric("actor/loss_sum", "1", "sum", "", "",
+           "The same before it is divided by its denominator."),
     Metric("actor/pg_loss", "1", "mean", TOKENS, "actor/pg_loss",
            "Policy loss without the KL term, mean over trained response tokens."),
     Metric("actor/kl_loss", "nat", "mean", TOKENS, "actor/kl_loss",
@@ -106,8 +113,6 @@ METRICS: tuple[Metric, ...] = (
            "Learning rate of this step."),
     Metric(TOKENS, "tokens", "sum", "", "",
            "Trained response tokens of the global batch."),
-    Metric(WEIGHT, "1", "sum", "", "",
-           "What the summed loss is divided by: tokens or answers, as `algorithm.aggregation` says."),
     Metric("actor/loss_tokens_count", "tokens", "sum", "", "",
            "Tokens that the loss denominator counts: trained ones, less those that `correction.rejected` leaves out."),
     Metric("actor/loss_sequences_count", "answers", "sum", "", "",
@@ -135,9 +140,47 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_corr/is_sq_mean", "1", "mean", TOKENS, "",
            "Mean squared importance weight after truncation."),
     Metric("rollout_corr/is_clipfrac", "share", "mean", TOKENS, "rollout_corr/rollout_is_ratio_fraction_high",
-           "Share of tokens whose weight was cut at `algorithm.tis_cap`."),
+           "Share of tokens whose pi / mu is above `correction.cap` (2 where no weight is set)."),
     Metric("rollout_corr/is_eff_sample_size", "share", "ess", TOKENS, "rollout_corr/rollout_is_eff_sample_size",
            "(sum w)^2 / (n sum w^2) over the truncated weights w of n tokens: 1 means that all count alike."),
+    Metric("rollout_corr/chi2_token", "1", "mean", TOKENS, "rollout_corr/chi2_token",
+           "Mean of (pi / mu)^2 - 1: what an importance weight adds to the variance of a gradient."),
+    Metric("rollout_corr/weight_outside", "share", "mean", TOKENS, "",
+           "Share of tokens whose weight (`correction.weight`) was outside [floor, cap]."),
+    Metric("rollout_corr/weight_log_raw", "nat", "mean", TOKENS, "",
+           "Mean logarithm of the weight before it was bounded."),
+    Metric("rollout_corr/rejected", "share", "mean", TOKENS, "rollout_corr/rollout_rs_masked_fraction",
+           "Share of tokens that `correction.reject` masked."),
+    Metric("rollout_corr/opsm", "share", "mean", TOKENS, "opsm_clipfrac",
+           "Share of tokens in answers that `correction.opsm_delta` masked."),
+    Metric("rollout_corr/masked", "share", "mean", TOKENS, "",
+           "Share of tokens that a correction gave the weight 0, whatever its name."),
+    Metric("rollout_corr/stale_weight_mean", "1", "mean", TOKENS, "",
+           "Mean weight by lag (`correction.stale_power`)."),
+    # critic
+    Metric("critic/vf_loss", "1", "mean", CRITIC_TOKENS, "critic/vf_loss",
+           "Value loss per trained response token."),
+    Metric("critic/vf_clipfrac", "share", "mean", CRITIC_TOKENS, "critic/vf_clipfrac",
+           "Share of tokens where the clipped value is what counts."),
+    Metric("critic/values_mean", "score", "mean", CRITIC_TOKENS, "critic/values/mean",
+           "Mean value of trained response tokens."),
+    Metric("critic/returns_mean", "score", "mean", CRITIC_TOKENS, "critic/returns/mean",
+           "Mean return of trained response tokens."),
+    Metric("critic/returns_sq_mean", "1", "mean", CRITIC_TOKENS, "",
+           "Mean squared return."),
+    Metric("critic/residual_mean", "score", "mean", CRITIC_TOKENS, "",
+           "Mean of return minus the value when the answer was scored."),
+    Metric("critic/residual_sq_mean", "1", "mean", CRITIC_TOKENS, "",
+           "Mean square of the same."),
+    Metric("critic/vf_explained_var", "share", "last", "", "critic/vf_explained_var",
+           "1 - variance of return minus value / variance of the return: 1 is a perfect critic, 0 a constant one."),
+    Metric("critic/grad_norm", "1", "last", "", "critic/grad_norm",
+           "Gradient norm of the critic before clipping."),
+    Metric("critic/lr", "1", "last", "", "critic/lr",
+           "Learning rate of the critic."),
+    Metric(CRITIC_TOKENS, "tokens", "sum", "", "",
+           "Response tokens that the critic was trained on."),
+    _timing("values", "Values and advantages of the critic.", "timing_s/values"),
     # staleness
     Metric("staleness/mean", "versions", "mean", SAMPLES, "training/off_policy/trajectory_staleness/mean",
            "Trainer version that consumes an answer minus the version that sampled its newest token."),

@@ -301,7 +301,7 @@ class Session(Workers):
 
     def _next_batch(self) -> list[Issue] | None:
         batch = next(self.stream, None)
-        return None if batch is None else [Issue(epoch, index, p.ids, p.truth) for epoch, index, p in batch]
+        return None if batch is None else [Issue(epoch, index, p.ids, p.truth, p.fields) for epoch, index, p in batch]
 
     @contextlib.asynccontextmanager
     async def _serving(self) -> AsyncIterator[dict[int, Any]]:

@@ -126,13 +126,12 @@ def build_scorer(spec: WorkerSpec) -> ScoreWorker:
 
     tracer = _enter(spec, "scorer")
     tokenizer = load_tokenizer(spec.model_folder)
-    reward = spec.config.reward
 
     def decode(answers: Any) -> list[str]:
         return decode_answers(tokenizer, [np.asarray(a) for a in answers], spec.stop_ids)
 
-    pool = ScorerPool(spec.config.data, reward.workers, reward.timeout_s, reward.on_timeout)
-    return ScoreWorker(pool, _dock(spec), decode, spec.config.algorithm, name="scorer", tracer=tracer)
+    pool = ScorerPool(spec.config.data, spec.config.reward)
+    return ScoreWorker(pool, _dock(spec), decode, spec.config, name="scorer", tracer=tracer)
 
 
 def replica_of(config: Config, rank: int) -> int:
@@ -179,7 +178,7 @@ def _train_engine(spec: WorkerSpec, rank: int, master: tuple[str, int]) -> Any:
         config.trainer,
         dtype=config.model.dtype,
         temperature=config.rollout.temperature,
-        loss_fn=make_policy_loss(config.algorithm),
+        loss_fn=make_policy_loss(config.algorithm, config.correction),
         rank=rank,
         world_size=config.trainer.world_size,
         master_address=master[0],
@@ -221,11 +220,13 @@ def _trainer_arguments(
         engine=engine,
         dock=_dock(spec),
         algorithm=config.algorithm,
+        correction=config.correction,
         name=name,
         replica=replica_of(config, rank),
         publisher=publisher,
         tracer=tracer,
         samples=_sample_log(spec, rank),
+        conversations=config.turns.environment is not None,
     )
 
 
@@ -298,9 +299,15 @@ class OneProcess:
 
 def build_pair(config: Config, secret: bytes, pair: int, arena_path: str, host: str) -> DockServer:
     """Controller/warehouse pair number `pair`, which listens on `host`."""
+    a = config.algorithm
     return DockServer(
         GRPO_COLUMNS,
-        grpo_tasks(with_reference=config.algorithm.kl_coef > 0),
+        grpo_tasks(
+            with_reference=a.kl_coef > 0,
+            kl_in_reward=a.kl_reward,
+            token_level=a.token_level,
+            critic=a.advantage == "gae",
+        ),
         arena_mb=config.dock.arena_mb,
         lease_s=config.dock.lease_s,
         host=host,

@@ -109,8 +109,8 @@ class SimDock:
         self._parked: dict[int, asyncio.Future[Grant]] = {}
         self._keys = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
-        self._put_mask = self.schema.mask(("prompt_ids", "truth"))
-        made_by_others = {"prompt_ids", "truth", "reward", "advantage", "ref_logprobs"}
+        self._put_mask = self.schema.mask(("prompt_ids", "truth", "fields"))
+        made_by_others = {"prompt_ids", "truth", "fields", "reward", "advantage", "ref_logprobs"}
         read = {name for task in self.schema.tasks.values() for name in task.columns}
         self._answer_mask = self.schema.mask(sorted(read - made_by_others))
         self._score_mask = self.schema.mask(("reward", "advantage"))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_asyncflow.algorithms.moments import Moments
 from mindspeed_asyncflow.engines.simulated import SimulatedEngine
 from mindspeed_asyncflow.observe.trace import get_tracer
 from mindspeed_asyncflow.planner.costs import Costs
@@ -24,7 +25,7 @@ from mindspeed_asyncflow.simulation.dock import SimDock
 from mindspeed_asyncflow.simulation.prompts import Prompts
 from mindspeed_asyncflow.workflow.publisher import RankShards
 from mindspeed_asyncflow.workflow.score_worker import ScoreReport
-from mindspeed_asyncflow.workflow.train_worker import ChunkReport, FinishReport
+from mindspeed_asyncflow.workflow.train_worker import ChunkReport, ChunkRules, FinishReport
 from mindspeed_asyncflow.workflow.workers import RolloutReport, RowBatch
 
 
@@ -256,8 +257,8 @@ class SimTrainer:
         self._published[version] = now() + self.publish_s
 
     async def train(
-        self, plan: Sequence[Sequence[Sequence[int]]], versions: Any, groups: Any, samples_wanted: int = 0,
-        oldest_allowed: int | None = None,
+        self, plan: Sequence[Sequence[Sequence[int]]], versions: Any, groups: Any, rules: ChunkRules,
+        samples_wanted: int = 0,
     ) -> ChunkReport:  # fmt: skip
         counts = [sum(map(len, replica)) for replica in plan]
         flat = np.fromiter(chain.from_iterable(chain.from_iterable(plan)), np.int64, sum(counts))
@@ -268,16 +269,20 @@ class SimTrainer:
         load = np.bincount(replica, lengths, len(plan))
         squares = np.bincount(replica, lengths**2, len(plan))
         took = float(np.max(self.costs.train_s(load, squares, np.array([len(r) for r in plan], np.float64))))
-        trained = self.law.check(self.dock, slots, self.version, oldest_allowed)
+        trained = self.law.check(self.dock, slots, self.version, rules.oldest_allowed)
         with get_tracer().span("train/forward_backward", lane="trainer", rows=len(slots), version=self.version):
             await self._work(took)
         sums = {"actor/tokens_count": float(trained), "samples_count": float(len(slots))}
+        sums |= {"actor/loss_tokens_count": float(trained), "actor/loss_sequences_count": float(len(slots))}
         for name, values in (("prompt_length", prompt), ("response_length", answer)):
             sums |= {
                 f"{name}_sum": float(values.sum()), f"{name}/max": float(values.max(initial=0)),
                 f"{name}/min": float(values.min(initial=answer.max(initial=0))),
             }  # fmt: skip
         return ChunkReport(sums | {"response_length/clip_ratio_sum": 0.0}, took)
+
+    async def moments(self, rows: Sequence[int], rules: ChunkRules) -> tuple[Moments, Moments]:
+        return Moments(), Moments()
 
     async def finish(self, version: int, tokens: int, sequences: int) -> FinishReport:
         began = now()

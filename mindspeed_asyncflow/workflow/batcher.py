@@ -117,24 +117,32 @@ def pack(samples: Sequence[TrainSample]) -> MicroBatch:
     for s, start in zip(samples, cu[:-1] + first_response):
         if s.loss_mask is not None:
             mask[start : start + len(s.response_ids)] = s.loss_mask
-    logprobs = np.zeros(total, dtype=np.float32)
-    logprobs[answer] = np.concatenate([s.rollout_logprobs for s in samples])
-    reference = None
-    if samples[0].ref_logprobs is not None:
-        reference = np.zeros(total, dtype=np.float32)
-        reference[answer] = np.concatenate([s.ref_logprobs for s in samples])
-    advantages = np.repeat(np.array([s.advantage for s in samples], dtype=np.float32), lengths) * (mask > 0)
+
+    def spread(per_answer: Sequence[np.ndarray]) -> np.ndarray:
+        """[L] of every answer -> float32 [T], 0 where nothing is trained."""
+        values = np.zeros(total, dtype=np.float32)
+        values[answer] = np.concatenate(per_answer)
+        return values * (mask > 0)
+
+    def spread_known(name: str) -> np.ndarray | None:
+        """The same of a field that all samples have, or none."""
+        per_answer = [getattr(s, name) for s in samples]
+        return None if per_answer[0] is None else spread(per_answer)
+
     return MicroBatch(
         input_ids=tokens[keep],
         positions=positions,
         cu_seqlens=cu,
         targets=tokens[is_target],
         loss_mask=mask,
-        rollout_logprobs=logprobs * (mask > 0),
-        advantages=advantages,
+        rollout_logprobs=spread([s.rollout_logprobs for s in samples]),
+        advantages=spread([np.broadcast_to(s.advantage, len(s.response_ids)) for s in samples]),
         sample_index=sample_index,
         rows=np.array([s.row for s in samples], dtype=np.int64),
-        ref_logprobs=reference,
+        ref_logprobs=spread_known("ref_logprobs"),
+        lags=spread_known("lags"),
+        values=spread_known("values"),
+        returns=spread_known("returns"),
     )
 
 
@@ -151,5 +159,4 @@ def _empty() -> MicroBatch:
         advantages=zero.copy(),
         sample_index=np.zeros(1, dtype=np.int32),
         rows=np.array([-1], dtype=np.int64),
-        ref_logprobs=None,
     )

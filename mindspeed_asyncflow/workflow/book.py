@@ -25,6 +25,7 @@ class Issue:
     prompt_index: int
     prompt_ids: np.ndarray  # int32 [P]
     truth: str
+    fields: str = "{}"  # JSON object for scorers and environments
 
 
 @dataclass(slots=True)
@@ -65,7 +66,14 @@ class StepBook:
 
     def _row(self, group_id: int, member: int, issue: Issue) -> PromptRow:
         return PromptRow(
-            group_id, member, self.group_size, issue.prompt_ids, issue.truth, issue.epoch, issue.prompt_index
+            group_id,
+            member,
+            self.group_size,
+            issue.prompt_ids,
+            issue.truth,
+            issue.epoch,
+            issue.prompt_index,
+            issue.fields,
         )
 
     def add(self, batch: int, groups: Sequence[Sequence[PromptRow]]) -> None:

@@ -10,7 +10,7 @@
     loaded      weight sync    replica, version, fingerprint
     joined      rollout        replica; also `lost` and `left`
     trained     train          step, plan [replica][micro-batch][[group, member]], versions [replica][micro-batch]
-                               [[oldest, newest]], oldest_allowed, sums [replica]{name: value}
+                               [[oldest, newest]], rules, sums [replica]{name: value}
     finished    train          version, tokens, samples, applied, grad_norm, lr
     published   weight sync    version, fingerprint, checksums (8 hex digits per shard, in the relay table's order)
 
@@ -34,8 +34,9 @@ import numpy as np
 
 from mindspeed_asyncflow.records import OptimReport, WeightManifest
 from mindspeed_asyncflow.workflow.clock import now
+from mindspeed_asyncflow.workflow.train_worker import ChunkRules
 
-FORMAT = 1
+FORMAT = 2
 LIBRARIES = ("torch", "megatron-core", "numpy")  # those that decide which bits a step computes
 MOST_WAITING = 2000
 WRITTEN_AT_ONCE = frozenset({"begun", "finished", "published", "lost", "left"})
@@ -61,8 +62,9 @@ class EventLog(NoEvents):
     def note(self, kind: str, **fields: Any) -> None:
         """Fields are plain values or arrays, and what is turned into such here, so that it costs nothing elsewhere:
 
-        begun: config (text of the resolved settings); trained: plan, groups and versions as given to
-        `TrainWorker.train`, sums of one rank of every replica; finished: optim (`OptimReport`); published: manifest.
+        begun: config (text of the resolved settings); trained: plan, groups, versions and rules as given to
+        `TrainWorker.train`, and sums of one rank of every replica; finished: optim (`OptimReport`); published:
+        manifest.
         """
         if kind in _FORMS:
             fields = _FORMS[kind](**fields)
@@ -91,9 +93,11 @@ def _trained(
     groups: Mapping[int, tuple[int, int]],
     versions: Mapping[int, tuple[int, int]],
     sums: Sequence[Mapping[str, float]],
+    rules: ChunkRules,
     **others: Any,
 ) -> dict[str, Any]:
     return others | {
+        "rules": {"oldest_allowed": rules.oldest_allowed, "shift": rules.shift, "factor": rules.factor},
         "plan": [[[groups[r] for r in batch] for batch in replica] for replica in plan],
         "versions": [[[versions[r] for r in batch] for batch in replica] for replica in plan],
         "sums": [exact_sums(of_replica) for of_replica in sums],

@@ -14,6 +14,7 @@ from mindspeed_asyncflow.errors import ConfigError, RecordError
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.workflow.events import FORMAT, digest_of
 from mindspeed_asyncflow.workflow.sample_log import file_of, is_recorded
+from mindspeed_asyncflow.workflow.train_worker import ChunkRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Chunk:
     """One call of `TrainWorker.train`; rows are (group, member)."""
 
     plan: list[list[list[list[int]]]]  # [replica][micro-batch][row]
-    oldest_allowed: int | None
+    rules: ChunkRules
     sums: list[dict[str, float | str]]  # [replica]
 
 
@@ -130,7 +131,7 @@ def read_record(path: Path) -> Record:
             elif record is None:
                 raise RecordError(f"{path} does not begin with the begin of a run")
             elif kind == "trained":
-                chunk = Chunk(event["plan"], event["oldest_allowed"], event["sums"])
+                chunk = Chunk(event["plan"], ChunkRules(event["step"], **event["rules"]), event["sums"])
                 chunks.setdefault(event["step"], []).append(chunk)
             elif kind == "finished":
                 version = event["version"]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from mindspeed_asyncflow.algorithms.aggregate import loss_denominator
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.observe.metrics import describe, reduce_sums
@@ -79,6 +80,8 @@ class StepRecorder:
         self._parts: list[Mapping[str, float]] = []
         self._times: defaultdict[str, float] = defaultdict(float)
         self._step_rewards: list[float] = []
+        self._scores: list[float] = []  # of answers that were scored in this step
+        self._of_scorers: defaultdict[str, list[float]] = defaultdict(list)
         self._zero_std: list[bool] = []
         self._lag_oldest: list[int] = []
         self._lag_newest: list[int] = []
@@ -125,6 +128,9 @@ class StepRecorder:
     def scored(self, report: ScoreReport) -> None:
         self._times["reward"] = max(self._times["reward"], report.busy_s)
         self._abstained += len(report.unscored)
+        self._scores += report.scores
+        for name, values in report.parts.items():
+            self._of_scorers[name] += values
         for row, why in report.unscored.items():
             if why not in self._recent:
                 self._recent.append(why)
@@ -177,6 +183,7 @@ class StepRecorder:
         self.masked_tokens += self._masked_tokens
         self._trained_tokens += self._tokens
         metrics = reduce_sums([*self._parts, self._sample_parts()] if self._step_rewards else self._parts)
+        metrics |= self._loss(metrics)
         self._times["update_weights"] = sync.step_still_s
         if turns.count:
             self._times |= {"give": turns.give_s, "take_back": turns.take_s}
@@ -236,12 +243,26 @@ class StepRecorder:
             ),
         }
 
+    def _loss(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The number whose gradient was taken; none where nothing was trained."""
+        a, total = self.config.algorithm, metrics.get("actor/loss_sum")
+        if total is None:
+            return {}
+        counted = metrics["actor/loss_tokens_count"], metrics["actor/loss_sequences_count"]
+        return {"actor/loss": total / loss_denominator(a.aggregation, *counted, a.loss_horizon)}
+
     def _reward_metrics(self) -> dict[str, float]:
         asked = max(1, len(self._step_rewards) + self._abstained)
-        return describe("reward", self._step_rewards) | {
-            "reward/std": float(np.std(self._step_rewards)) if self._step_rewards else float("nan"),
-            "reward/abstained_fraction": self._abstained / asked,
-        }
+        of_scorers = {f"scorer/{name}": float(np.mean(values)) for name, values in self._of_scorers.items()}
+        return (
+            describe("reward", self._step_rewards)
+            | describe("score", self._scores)
+            | of_scorers
+            | {
+                "reward/std": float(np.std(self._step_rewards)) if self._step_rewards else float("nan"),
+                "reward/abstained_fraction": self._abstained / asked,
+            }
+        )
 
     def _times_of(self, finish: Sequence[FinishReport], wall: float) -> dict[str, float]:
         times = {f"timing_s/{name}": float(value) for name, value in self._times.items()}
@@ -259,7 +280,8 @@ class StepRecorder:
         self._mark = now
         self._busy_mark = {s: self.busy.seconds(s) for s in self.sides}
         self._parts, self._step_rewards, self._zero_std = [], [], []
-        self._lag_oldest, self._lag_newest = [], []
+        self._lag_oldest, self._lag_newest, self._scores = [], [], []
+        self._of_scorers.clear()
         self._times.clear()
         self._abstained = self._unfinished = self._masked_tokens = self._masked_rows = 0
         self._generated_tokens = self._tokens = 0

@@ -98,8 +98,7 @@ class Replay:
         plan = [[[handle[group, member] for group, member in batch] for batch in replica] for replica in chunk.plan]
         spans = dict(zip(claim.rows.tolist(), zip(claim.version_min.tolist(), claim.version_max.tolist())))
         identity = {row: who for who, row in handle.items()}
-        law = [] if chunk.oldest_allowed is None else [chunk.oldest_allowed]
-        reports = await self._all_ranks("train", plan, spans, identity, 0, *law)
+        reports = await self._all_ranks("train", plan, spans, identity, chunk.rules)
         await asyncio.to_thread(self._remove, claim)
         return [exact_sums(reports[i].sums) for i in self.leaders]
 

@@ -1,95 +1,163 @@
-"""What runs beside the scorers and the reference policy: scores to rewards and advantages, and log-probabilities."""
+"""What runs beside the scorers and the reference policy: scores to rewards and advantages, and log-probabilities.
+
+scores of the task's or the user's scorers
+  + punishment of answers near the length limit (`reward.overlong_buffer`)
+  - kl_coef x KL to the reference, summed over the answer (`algorithm.kl_in` reward)
+  = rewards, which become advantages (algorithms/advantages.py); a critic makes its own of them
+"""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from mindspeed_asyncflow.algorithms.advantages import group_advantages
-from mindspeed_asyncflow.config.schema import AlgorithmConfig
+from mindspeed_asyncflow.algorithms.gae import returns_to_go, token_rewards
+from mindspeed_asyncflow.algorithms.kl import kl_values
+from mindspeed_asyncflow.algorithms.overlong import overlong_penalty
+from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.engines.base import RolloutEngine
 from mindspeed_asyncflow.observe.trace import Tracer
-from mindspeed_asyncflow.rewards.pool import ScorerPool
+from mindspeed_asyncflow.rewards.base import Answer
+from mindspeed_asyncflow.rewards.pool import Score, ScorerPool
 from mindspeed_asyncflow.workflow.workers import RowBatch
+
+FINISHED = 0  # code of the `finish` column for an answer that the policy ended itself
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreReport:
     unscored: dict[int, str]  # row -> why it has no score
     busy_s: float
-    flat: tuple[int, ...] = ()  # groups that were dropped because all their rewards are equal
+    flat: tuple[int, ...] = ()  # groups that were dropped because all their scores are equal
+    scores: tuple[float, ...] = ()  # of the rows that have one, before punishments
+    parts: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of each scorer of a weighted sum
 
 
-def flat_groups(rewards: np.ndarray, group_ids: np.ndarray, kept: np.ndarray) -> tuple[int, ...]:
-    """Groups whose `kept` members all have the same reward: they teach nothing (DAPO, arXiv 2503.14476)."""
+def flat_groups(scores: np.ndarray, group_ids: np.ndarray, kept: np.ndarray) -> tuple[int, ...]:
+    """Groups whose `kept` members all have the same score: they teach nothing (DAPO, arXiv 2503.14476)."""
     found = np.unique(group_ids[kept]).tolist()
-    return tuple(g for g in found if np.ptp(rewards[kept & (group_ids == g)]) == 0)
+    return tuple(g for g in found if np.ptp(scores[kept & (group_ids == g)]) == 0)
 
 
 class ScoreWorker:
-    """Rewards and group-relative advantages of whole prompt groups."""
+    """Scores, rewards and, without a critic, advantages of whole prompt groups."""
 
     def __init__(
         self,
         pool: ScorerPool,
         dock: DockClient,
         decode: Callable[[Sequence[np.ndarray]], list[str]],
-        algorithm: AlgorithmConfig,
+        config: Config,
         *,
         name: str,
         tracer: Tracer,
     ) -> None:
-        self.pool, self.dock, self.decode, self.algorithm, self.name = pool, dock, decode, algorithm, name
+        self.pool, self.dock, self.decode, self.config, self.name = pool, dock, decode, config, name
         self.tracer = tracer
+        a = config.algorithm
+        self.critic = a.advantage == "gae"  # it makes advantages, and takes the KL term off the reward token by token
+        self.kl = ["rollout_logprobs", "ref_logprobs"] if a.kl_reward and not self.critic else []
+        self.masks = ["response_mask"] if config.turns.environment else []
 
     def score(self, claim_id: int, batch: RowBatch) -> ScoreReport:
-        """Write `reward` and `advantage`; rows without a score are dropped and named, and, where the algorithm samples
-        dynamically, groups without a difference between their rewards as well."""
+        """Write `score`, `reward` and advantages; rows without a score are dropped and named, and, where the algorithm
+        samples dynamically, groups without a difference between their scores as well."""
         began = time.perf_counter()
         with self.tracer.span("reward/score", lane=self.name, rows=len(batch)):
-            columns = self.dock.read(batch.rows, ["response_ids", "truth", "finish"])
-            texts = self.decode(columns["response_ids"])
-            truths = [bytes(t).decode("utf-8") for t in columns["truth"]]
-            scores = self.pool.score(texts, truths, [code == 0 for code in columns["finish"]])
-            rewards = np.array([np.nan if s.value is None else s.value for s in scores])
-            advantages = group_advantages(rewards, batch.group_ids, self.algorithm)
+            columns = self.dock.read(batch.rows, ["response_ids", "truth", "fields", "finish", *self.kl, *self.masks])
+            found = self.pool.score(self._answers(columns))
+            scores = np.array([np.nan if s.value is None else s.value for s in found])
+            rewards = scores + self._punishments(columns)
+            per_token = self._token_rewards(columns, rewards)
+            if per_token is not None:
+                rewards = np.array([r.sum() for r in per_token])
+            advantages = group_advantages(rewards, batch.group_ids, self.config.algorithm)
             kept = advantages.kept
-            flat = flat_groups(rewards, batch.group_ids, kept) if self.algorithm.dynamic_sampling else ()
+            flat = flat_groups(scores, batch.group_ids, kept) if self.config.algorithm.dynamic_sampling else ()
             flat_rows = kept & np.isin(batch.group_ids, flat)
             good = kept & ~flat_rows
             if good.any():
-                self.dock.write(
-                    batch.rows[good],
-                    {
-                        "reward": rewards[good].astype(np.float32),
-                        "advantage": advantages.values[good].astype(np.float32),
-                    },
-                    claim_id=claim_id,
-                )
+                values = {"score": scores.astype(np.float32), "reward": rewards.astype(np.float32)}
+                written: dict[str, Any] = {name: of_rows[good] for name, of_rows in values.items()}
+                written |= self._advantages(good, advantages.values, per_token)
+                self.dock.write(batch.rows[good], written, claim_id=claim_id)
             for rows, reason in ((batch.rows[~kept], "unscored"), (batch.rows[flat_rows], "zero_variance")):
                 if len(rows):
                     self.dock.drop(rows, reason=reason)
             self.dock.done(claim_id)
         unscored = {
             int(r): s.error or "too few scored answers in its group"
-            for r, s, k in zip(batch.rows, scores, kept)
+            for r, s, k in zip(batch.rows, found, kept)
             if not k
         }
-        return ScoreReport(unscored, time.perf_counter() - began, flat)
+        names = {name: None for s in found for name in s.parts}
+        return ScoreReport(
+            unscored,
+            time.perf_counter() - began,
+            flat,
+            tuple(scores[~np.isnan(scores)].tolist()),
+            {n: tuple(s.parts[n] for s in found if n in s.parts) for n in names},
+        )
 
-    def score_texts(self, answers: Sequence[np.ndarray], truths: Sequence[str], finished: Sequence[bool]) -> list:
-        """Scores (None: no score) of answers outside the dock."""
-        scores = self.pool.score(self.decode(answers), list(truths), list(finished))
-        return [s.value for s in scores]
+    def _answers(self, columns: Mapping[str, Any]) -> list[Answer]:
+        texts = self.decode(columns["response_ids"])
+        truths, fields = ([bytes(t).decode("utf-8") for t in columns[name]] for name in ("truth", "fields"))
+        finished = [code == FINISHED for code in columns["finish"]]
+        tokens = [len(ids) for ids in columns["response_ids"]]
+        return [answer_of(*each) for each in zip(texts, truths, finished, fields, tokens)]
+
+    def _punishments(self, columns: Mapping[str, Any]) -> np.ndarray:
+        """[n], at most 0."""
+        r, lengths = self.config.reward, np.array([len(ids) for ids in columns["response_ids"]])
+        if r.overlong_buffer is None:
+            return np.zeros(len(lengths))
+        limit = self.config.rollout.max_new_tokens
+        return overlong_penalty(lengths, limit, r.overlong_buffer, r.overlong_factor, r.overlong_beyond)
+
+    def _token_rewards(self, columns: Mapping[str, Any], rewards: np.ndarray) -> list[np.ndarray] | None:
+        """[L] of each answer; None where all of the reward is that of the answer as a whole."""
+        a = self.config.algorithm
+        if self.critic or not (self.kl or a.token_level):
+            return None
+        answers = columns["response_ids"]
+        masks = columns["response_mask"] if self.masks else [np.ones(len(ids), np.uint8) for ids in answers]
+        kls: list[np.ndarray | None] = [None] * len(answers)
+        if self.kl:
+            pairs = zip(columns["rollout_logprobs"], columns["ref_logprobs"])
+            kls = [kl_values(a.kl_type, np.asarray(mu), np.asarray(ref)) for mu, ref in pairs]
+        return [token_rewards(float(r), kl, a.kl_coef, np.asarray(m)) for r, kl, m in zip(rewards, kls, masks)]
+
+    def _advantages(self, good: np.ndarray, values: np.ndarray, per_token: list[np.ndarray] | None) -> dict[str, Any]:
+        a = self.config.algorithm
+        if self.critic:
+            return {}
+        if not a.token_level:
+            return {"advantage": values[good].astype(np.float32)}
+        assert per_token is not None
+        chosen = [per_token[i] for i in np.flatnonzero(good)]
+        return {"token_advantages": [returns_to_go(r, a.gamma).astype(np.float32) for r in chosen]}
+
+    def score_texts(self, answers: Sequence[Answer]) -> list[Score]:
+        """Scores of answers outside the dock."""
+        return self.pool.score(answers)
 
     def close(self) -> None:
         self.pool.close()
         self.dock.close()
         self.tracer.close()
+
+
+def answer_of(text: str, truth: str, finished: bool, fields: str, tokens: int) -> Answer:
+    """`fields` is JSON text, as in the dock."""
+    known = json.loads(fields)
+    return Answer(text, truth, finished, known.get("prompt", ""), known, tokens)
 
 
 class ReferenceWorker:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mindspeed_asyncflow.algorithms.aggregate import loss_denominator
-from mindspeed_asyncflow.config.schema import AlgorithmConfig
+from mindspeed_asyncflow.algorithms.moments import Moments
+from mindspeed_asyncflow.config.schema import AlgorithmConfig, CorrectionConfig
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.engines.base import TrainEngine
 from mindspeed_asyncflow.observe.trace import Tracer
@@ -22,8 +24,18 @@ from mindspeed_asyncflow.workflow.partial import versions_per_token
 from mindspeed_asyncflow.workflow.publisher import Publisher, RankShards
 from mindspeed_asyncflow.workflow.sample_log import NoSamples
 
-TRAIN_COLUMNS = ["prompt_ids", "response_ids", "rollout_logprobs", "advantage", "finish"]
+TRAIN_COLUMNS = ["prompt_ids", "response_ids", "rollout_logprobs", "finish"]
 CUT_OFF = 1  # code of the `finish` column for an answer that ended at the length limit
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRules:
+    """How the rows of a chunk are trained; the same for all ranks and all chunks of a step."""
+
+    version: int  # of the trainer
+    oldest_allowed: int | None = None  # tokens that an older version sampled are masked; None: all are trained
+    shift: float = 0.0  # advantages become (advantage - shift) * factor
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,39 +67,58 @@ class TrainWorker:
         engine: TrainEngine,
         dock: DockClient,
         algorithm: AlgorithmConfig,
+        correction: CorrectionConfig | None = None,
         *,
         name: str,
         replica: int,
         publisher: Publisher,
         tracer: Tracer,
         samples: NoSamples | None = None,
+        conversations: bool = False,
     ) -> None:
+        """`conversations`: an environment has written some tokens of the answers; they are not trained."""
         self.engine, self.dock, self.algorithm, self.name = engine, dock, algorithm, name
         self.replica, self.publisher, self.tracer = replica, publisher, tracer
         self.samples = samples or NoSamples()
         self.server: RelayServer | None = None
         self.probe: list[tuple[np.ndarray, np.ndarray]] = []
-        reference = ["ref_logprobs"] if algorithm.kl_coef > 0 else []
-        self.columns = [*TRAIN_COLUMNS, *reference, *self.samples.columns]
+        self.advantage = "token_advantages" if algorithm.token_level else "advantage"
+        self.masks = ["response_mask"] if conversations else []
+        self.by_lag = algorithm.proximal == "log_linear" or (correction is not None and correction.stale_power > 0)
+        reference = ["ref_logprobs"] if algorithm.kl_coef > 0 and not algorithm.kl_reward else []
+        self.columns = [*TRAIN_COLUMNS, self.advantage, *self.masks, *reference, *self.samples.columns]
+
+    def moments(self, rows: Sequence[int], rules: ChunkRules) -> tuple[Moments, Moments]:
+        """Of the advantages of all trained tokens of `rows`, and of the rows' rewards."""
+        if not len(rows):
+            return Moments(), Moments()
+        handles = np.array(rows, dtype=np.int64)
+        spans = ["response_spans"] if rules.oldest_allowed is not None else []
+        columns = self.dock.read(handles, ["response_ids", "finish", "reward", self.advantage, *self.masks, *spans])
+        masks, _ = self._masks(columns, len(handles), rules)
+        tokens = [
+            np.broadcast_to(np.asarray(advantage, np.float64), len(ids))[mask > 0 if mask is not None else slice(None)]
+            for advantage, ids, mask in zip(columns[self.advantage], columns["response_ids"], masks)
+        ]
+        return Moments.of(np.concatenate(tokens)), Moments.of(np.asarray(columns["reward"], np.float64))
 
     def train(
         self,
         plan: list[list[list[int]]],
         versions: dict[int, tuple[int, int]],
         groups: dict[int, tuple[int, int]],
+        rules: ChunkRules,
         samples_wanted: int = 0,
-        oldest_allowed: int | None = None,
     ) -> ChunkReport:
         """Accumulate gradients over this replica's micro-batches of `plan` ([replica][micro-batch][row]).
 
-        `versions` and `groups` give (min, max) policy version and (group id, member) of each row. `oldest_allowed`:
-        tokens that an older version sampled are masked; None: all are trained.
+        `versions` and `groups` give (min, max) policy version and (group id, member) of each row.
         """
         began = time.perf_counter()
         with self.tracer.span("train/forward_backward", lane=self.name):
             mine = plan[self.replica]
             rows = np.array([r for batch in mine for r in batch], dtype=np.int64)
-            samples, finish, oldest = self._read(rows, versions, groups, oldest_allowed)
+            samples, finish, oldest, too_old = self._read(rows, versions, groups, rules)
             by_row = {s.row: s for s in samples}
             sums = self.engine.forward_backward([pack([by_row[r] for r in batch]) for batch in mine])
         shown = list({s.group_id: s for s in reversed(samples)}.values())[::-1][:samples_wanted]  # one per prompt
@@ -99,7 +130,7 @@ class TrainWorker:
                 (s.row, np.array(s.prompt_ids), np.array(s.response_ids), bytes(t).decode("utf-8"), s.version_min)
                 for s, t in zip(shown, truths)
             ],
-            sum(int((s.loss_mask == 0).sum()) for s in samples if s.loss_mask is not None),
+            too_old,
             oldest,
         )
 
@@ -108,44 +139,72 @@ class TrainWorker:
         rows: np.ndarray,
         versions: dict[int, tuple[int, int]],
         groups: dict[int, tuple[int, int]],
-        oldest_allowed: int | None,
-    ) -> tuple[list[TrainSample], np.ndarray, dict[int, int]]:
-        """The samples, their `finish` codes, and the oldest version of any trained token by row."""
+        rules: ChunkRules,
+    ) -> tuple[list[TrainSample], np.ndarray, dict[int, int], int]:
+        """The samples, their `finish` codes, the oldest version of any trained token by row, and tokens too old."""
         if not len(rows):
-            return [], np.zeros(0, dtype=np.uint8), {}
-        masking = oldest_allowed is not None
-        columns = self.dock.read(rows, [*self.columns, "response_spans"] if masking else self.columns)
+            return [], np.zeros(0, dtype=np.uint8), {}, 0
+        spans = ["response_spans"] if self.by_lag or rules.oldest_allowed is not None else []
+        columns = self.dock.read(rows, [*self.columns, *spans])
         self.samples.add(rows, groups, versions, columns)
+        masks, of_tokens = self._masks(columns, len(rows), rules)
         reference = columns.get("ref_logprobs")
-        oldest = {row: versions[row][0] for row in rows.tolist()}
-        masks: dict[int, np.ndarray] = {}
-        if oldest_allowed is not None:
-            of_tokens = {r: versions_per_token(t) for r, t in zip(rows.tolist(), columns["response_spans"])}
-            masks = {r: (v >= oldest_allowed).astype(np.uint8) for r, v in of_tokens.items()}
-            oldest = {r: int(v[masks[r] > 0].min()) for r, v in of_tokens.items() if masks[r].any()}
-        samples = [
-            TrainSample(
-                row=int(row),
-                group_id=groups[int(row)][0],
-                member=groups[int(row)][1],
-                prompt_ids=columns["prompt_ids"][i],
-                response_ids=columns["response_ids"][i],
-                rollout_logprobs=columns["rollout_logprobs"][i],
-                advantage=float(columns["advantage"][i]),
-                version_min=versions[int(row)][0],
-                version_max=versions[int(row)][1],
-                ref_logprobs=None if reference is None else reference[i],
-                loss_mask=masks.get(int(row)),
+        samples = []
+        oldest: dict[int, int] = {}
+        for i, row in enumerate(rows.tolist()):
+            mask = masks[i]
+            if mask is None:
+                oldest[row] = versions[row][0]
+            elif mask.any():
+                oldest[row] = versions[row][0] if of_tokens is None else int(of_tokens[i][mask > 0].min())
+            samples.append(
+                TrainSample(
+                    row=row,
+                    group_id=groups[row][0],
+                    member=groups[row][1],
+                    prompt_ids=columns["prompt_ids"][i],
+                    response_ids=columns["response_ids"][i],
+                    rollout_logprobs=columns["rollout_logprobs"][i],
+                    advantage=(np.asarray(columns[self.advantage][i], np.float64) - rules.shift) * rules.factor,
+                    version_min=versions[row][0],
+                    version_max=versions[row][1],
+                    ref_logprobs=None if reference is None else reference[i],
+                    loss_mask=mask,
+                    lags=rules.version - of_tokens[i] if self.by_lag and of_tokens is not None else None,
+                )
             )
-            for i, row in enumerate(rows)
-        ]
-        return samples, columns["finish"], oldest
+        too_old = 0
+        if rules.oldest_allowed is not None and of_tokens is not None:
+            too_old = sum(int((v < rules.oldest_allowed).sum()) for v in of_tokens)
+        return samples, columns["finish"], oldest, too_old
+
+    def _masks(
+        self, columns: Mapping[str, Any], count: int, rules: ChunkRules
+    ) -> tuple[list[np.ndarray | None], list[np.ndarray] | None]:
+        """uint8 [L] of each answer: 0 where a token is not trained, None where all are; and, where the dock was asked
+        for spans, the version of each token [L]."""
+        of_tokens = None
+        masks: list[np.ndarray | None] = [None] * count
+        if "response_spans" in columns:
+            of_tokens = [versions_per_token(spans) for spans in columns["response_spans"]]
+        if rules.oldest_allowed is not None and of_tokens is not None:
+            masks = [(v >= rules.oldest_allowed).astype(np.uint8) for v in of_tokens]
+        if self.masks:
+            masks = [_both(m, np.asarray(written)) for m, written in zip(masks, columns["response_mask"])]
+        if self.algorithm.mask_truncated:
+            cut = np.asarray(columns["finish"]) == CUT_OFF
+            ids = columns["response_ids"]
+            masks = [np.zeros(len(answer), np.uint8) if c else m for m, c, answer in zip(masks, cut, ids)]
+        return masks, of_tokens
 
     def finish(self, version: int, tokens: int, sequences: int) -> FinishReport:
-        """One optimizer step over everything accumulated; its weights, `version`, start on their way to the relay."""
+        """One optimizer step over everything accumulated; its weights, `version`, start on their way to the relay.
+
+        `tokens` and `sequences` are those that the loss counted over the whole step; without any, nothing changes.
+        """
         began = time.perf_counter()
-        # Without trained tokens there is nothing to step on: the engine leaves weights and schedule as they are.
-        denominator = loss_denominator(self.algorithm.aggregation, tokens, sequences) if tokens else 0.0
+        a = self.algorithm
+        denominator = loss_denominator(a.aggregation, tokens, sequences, a.loss_horizon) if tokens else 0.0
         with self.tracer.span("train/wait_published", lane=self.name):
             waited_s = self.publisher.settle()
         with self.tracer.span("train/optimizer", lane=self.name, version=version):
@@ -201,6 +260,10 @@ class TrainWorker:
         self.engine.close()
         self.dock.close()
         self.tracer.close()
+
+
+def _both(mask: np.ndarray | None, other: np.ndarray) -> np.ndarray:
+    return other if mask is None else mask * other
 
 
 def lengths(samples: Sequence[TrainSample], finish: np.ndarray) -> dict[str, float]:

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_asyncflow.algorithms.moments import Moments, rescale
 from mindspeed_asyncflow.dock.client import Claim
 from mindspeed_asyncflow.errors import EngineError
 from mindspeed_asyncflow.records import OptimReport
 from mindspeed_asyncflow.workflow import batcher
 from mindspeed_asyncflow.workflow.feeding import Feeder
 from mindspeed_asyncflow.workflow.job import Job
-from mindspeed_asyncflow.workflow.train_worker import FinishReport
+from mindspeed_asyncflow.workflow.train_worker import ChunkRules, FinishReport
 from mindspeed_asyncflow.workflow.weight_sync import expected_of
 
 
@@ -32,8 +33,8 @@ class _Sums:
     """Of the running step."""
 
     samples: int = 0
-    sequences: int = 0  # those with a trained token
-    tokens: int = 0  # trained ones
+    sequences: int = 0  # those that the loss counts
+    tokens: int = 0  # those that the loss counts
 
 
 class Training:
@@ -52,11 +53,12 @@ class Training:
         self.bad_steps = 0
         w = job.config.workflow
         self.shared = w.lend or w.schedule == "colocated"
-        # Shared devices change hands once per step, when the whole batch is ready; and without lag the chunks must not
-        # depend on the moment at which a group was dropped.
+        # Shared devices change hands once per step, when the whole batch is ready; without lag the chunks must not
+        # depend on the moment at which a group was dropped; and some advantages depend on the whole batch.
         self.drops = job.config.algorithm.dynamic_sampling or w.oversample > 1
         self.stream = job.config.trainer.stream_groups or max(1, w.groups_per_step // 4)
-        self.whole = not w.overlap or self.shared or (w.max_lag == 0 and self.drops)
+        self.batch_level = job.config.algorithm.batch_level
+        self.whole = not w.overlap or self.shared or (w.max_lag == 0 and self.drops) or self.batch_level
 
     async def train_loop(self) -> None:
         """Accumulate a batch in chunks as groups become ready, then one optimizer step."""
@@ -68,11 +70,11 @@ class Training:
                 break
             ready = await self._whole_step(step) if self.whole else []
             async with job.turns.training():
-                sums = _Sums()
+                sums, rules = _Sums(), await self._rules(ready)
                 for whole in ready:
-                    await self._train(step, whole, sums)
+                    await self._train(step, whole, rules, sums)
                 while (claim := await self.next_chunk(step)) is not None:
-                    await self._train(step, claim, sums)
+                    await self._train(step, claim, rules, sums)
                 await self._finish(step, sums)
             await job.recorder.step_done(
                 step, self.finish, job.window, job.book, job.sync, await job.dock.stats(), job.turns
@@ -87,6 +89,26 @@ class Training:
         if self.job.config.workflow.max_lag == 0:
             await self._drop_surplus(step)
         return claims
+
+    async def _rules(self, ready: list[Claim]) -> ChunkRules:
+        """How this step trains its rows; `ready` is its whole batch where advantages depend on that."""
+        job, config = self.job, self.job.config
+        law = job.window.oldest_allowed() if config.workflow.stale == "mask" else None
+        rules = ChunkRules(job.window.version, law)
+        if not self.batch_level:
+            return rules
+        rows = [row for claim in ready for row in claim.rows[np.lexsort([claim.members, claim.group_ids])].tolist()]
+        shares = [part.tolist() for part in np.array_split(np.array(rows, np.int64), len(job.crew.leaders))]
+        asked = (self._moments(rank, share, rules) for rank, share in zip(job.crew.leaders, shares))
+        tokens = rewards = Moments()
+        for of_tokens, of_rewards in await asyncio.gather(*asked):
+            tokens, rewards = tokens.merge(of_tokens), rewards.merge(of_rewards)
+        shift, factor = rescale(config.algorithm, tokens, rewards)
+        return replace(rules, shift=shift, factor=factor)
+
+    async def _moments(self, rank: int, rows: list[int], rules: ChunkRules) -> tuple[Moments, Moments]:
+        with self.job.calling(f"trainer{rank}", "moments"):
+            return await self.job.crew.trainers[rank].moments(rows, rules)
 
     async def _finish(self, step: int, sums: _Sums) -> None:
         job = self.job
@@ -209,17 +231,17 @@ class Training:
         await job.dock.drop_groups(left, "surplus")  # first, or a stopped answer would be claimed again
         await self.stop_answering()
 
-    async def _train(self, step: int, claim: Claim, sums: _Sums) -> None:
+    async def _train(self, step: int, claim: Claim, rules: ChunkRules, sums: _Sums) -> None:
         """Gradients of a claim, in the chunks in which a streamed step would get its groups: the sums are the same."""
         order = np.unique(claim.group_ids)
         for first in range(0, len(order), self.stream):
             chosen = np.isin(claim.group_ids, order[first : first + self.stream])
             shown = self.job.config.observe.samples_per_step if sums.samples == 0 else 0
-            await self.train_chunk(step, part_of(claim, chosen), sums, shown)
+            await self.train_chunk(step, part_of(claim, chosen), rules, sums, shown)
         await self.job.dock.done(claim.claim_id)
         await self.job.dock.free(claim.rows)
 
-    async def train_chunk(self, step: int, claim: Claim, sums: _Sums, shown: int) -> None:
+    async def train_chunk(self, step: int, claim: Claim, rules: ChunkRules, sums: _Sums, shown: int) -> None:
         """Gradients of one chunk; `shown`: answers to print."""
         job, t = self.job, self.job.config.trainer
         infos = batcher.RowInfos(claim.rows, claim.group_ids, claim.members, claim.tokens)
@@ -229,20 +251,17 @@ class Training:
         rows = claim.rows.tolist()
         versions = dict(zip(rows, zip(claim.version_min.tolist(), claim.version_max.tolist())))
         groups = dict(zip(rows, zip(claim.group_ids.tolist(), claim.members.tolist())))
-        oldest = job.window.oldest_allowed() if job.config.workflow.stale == "mask" else None
         with job.recorder.busy("trainer"):
-            reports = await job.all_ranks("train", plan, versions, groups, shown, oldest)
+            reports = await job.all_ranks("train", plan, versions, groups, rules, shown)
         one_per_replica = [reports[i] for i in job.crew.leaders]
         trained = [r.sums for r in one_per_replica]
-        job.events.note(
-            "trained", step=step, plan=plan, groups=groups, versions=versions, sums=trained, oldest_allowed=oldest
-        )
+        job.events.note("trained", step=step, plan=plan, groups=groups, versions=versions, sums=trained, rules=rules)
         rewards = np.array((await job.dock.read(claim.rows, ["reward"]))["reward"], dtype=np.float64)
         job.recorder.trained(step, claim, rewards, one_per_replica)
         job.progressed()
         sums.samples += len(claim.rows)
-        sums.sequences += sum(len(r.oldest_trained) for r in one_per_replica)
-        sums.tokens += int(sum(s["actor/tokens_count"] for s in trained))
+        sums.sequences += int(sum(s["actor/loss_sequences_count"] for s in trained))
+        sums.tokens += int(sum(s["actor/loss_tokens_count"] for s in trained))
 
     def _count_bad(self, finish: FinishReport) -> None:
         t = self.job.config.trainer

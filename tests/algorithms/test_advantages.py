@@ -23,6 +23,30 @@ def test_dr_grpo_only_subtracts_the_mean():
     np.testing.assert_allclose(result.values, [0.5, -0.5, -0.5, 0.5], atol=1e-12)
 
 
+@pytest.mark.parametrize(("advantage", "value"), [("rloo", 2 / 3), ("maxrl", 1.0), ("grpo_loo", 2 / 3 / 0.577350)])
+def test_golden_values_of_other_group_advantages(advantage, value):
+    """F3, MaxRL"""
+    result = group_advantages([1, 0, 0, 1], [7] * 4, config(advantage=advantage))
+    np.testing.assert_allclose(result.values, [value, -value, -value, value], atol=1e-5)
+
+
+def test_leave_one_out_of_three():
+    """B41: .5, -1, .5"""
+    result = group_advantages([1, 0, 1], [3] * 3, config(advantage="rloo"))
+    np.testing.assert_allclose(result.values, [0.5, -1, 0.5])
+
+
+@pytest.mark.parametrize("advantage", ["reinforce_pp", "gae"])
+def test_answers_that_are_not_compared_keep_their_reward_also_alone(advantage):
+    result = group_advantages([1.0, None, 0.25], [1, 1, 2], config(advantage=advantage))
+    assert result.values.tolist() == [1.0, 0.0, 0.25] and result.kept.tolist() == [True, False, True]
+
+
+def test_maxrl_refuses_negative_rewards():
+    with pytest.raises(RewardError, match="maxrl"):
+        group_advantages([1.0, -0.5], [1, 1], config(advantage="maxrl"))
+
+
 REWARDS = np.array([1, 0, 0, 0, 1, 1, 1, 0.0])
 GROUPS = np.array([5, 5, 5, 5, 2, 2, 2, 2])
 EXPECTED = np.array([1.5, -0.5, -0.5, -0.5, 0.5, 0.5, 0.5, -1.5])
@@ -51,7 +75,7 @@ def test_leaving_out_a_group_and_reordering_keeps_every_pair_together():
     assert {code: by_code[code] for code in codes[chosen]} == dict(zip(codes[chosen], after.values))
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("advantage", ["grpo", "grpo_batch", "dr_grpo"])
 @pytest.mark.parametrize("equal", [0.1, 0.0, 1.0])
 def test_groups_of_equal_rewards_give_exactly_zero_and_are_counted(advantage, equal):
     """B02: in every scale mode, and with rewards whose mean is not exact in floating point."""

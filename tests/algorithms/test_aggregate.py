@@ -10,7 +10,13 @@ LOSSES = np.array([-1.105171, -0.818731, 1.349859, 1.0, 0.8, 1.051271])  # F6
 
 @pytest.mark.parametrize(
     "mode, expected",
-    [("token-mean", 0.379538), ("seq-mean-token-sum", 1.138614), ("seq-mean-token-mean", 0.044166)],
+    [
+        ("token-mean", 0.379538),
+        ("seq-mean-token-sum", 1.138614),
+        ("seq-mean-token-mean", 0.044166),
+        ("seq-mean-token-sum-norm", 0.284654),
+        ("token-sum", 2.277228),
+    ],
 )
 def test_golden_values_of_the_aggregations(mode, expected):
     """F8; and the weighted sums of the two answers apart add up to the same."""
@@ -22,7 +28,7 @@ def test_golden_values_of_the_aggregations(mode, expected):
             weights = token_weights(batch, mode)
             assert weights.dtype == np.float32 and (weights[batch.loss_mask == 0] == 0).all()
             total += (weights[batch.loss_mask > 0] * losses).sum()
-        assert total / loss_denominator(mode, tokens=6, sequences=2) == pytest.approx(expected, abs=1e-6)
+        assert total / loss_denominator(mode, tokens=6, sequences=2, horizon=4) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])

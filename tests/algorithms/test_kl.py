@@ -1,9 +1,10 @@
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
-from mindspeed_asyncflow.algorithms.kl import k1, k2, k3, kl_loss
+from mindspeed_asyncflow.algorithms.kl import k2, k3, k3_plus, kl_loss, kl_values
 from mindspeed_asyncflow.errors import ConfigError
 from tests.algorithms.cases import tensor
 
@@ -18,14 +19,28 @@ def test_golden_values_of_the_estimators():
 
 def test_k1_is_refused_as_a_loss_because_its_gradient_ignores_the_reference():
     """B12"""
-    gradients = []
-    for reference in (-1.0, -5.0):
-        logprobs = tensor([-2.0]).requires_grad_()
-        k1(logprobs, tensor([reference])).backward()
-        gradients.append(logprobs.grad.item())
-    assert gradients[0] == gradients[1]
     with pytest.raises(ConfigError, match="k1 cannot be a loss"):
         kl_loss("k1")
+
+
+def test_estimates_in_the_reward_are_the_same_numbers_without_a_gradient():
+    """F14"""
+    d = np.array([0.5, -0.5, 1.0])
+    assert kl_values("k1", d, np.zeros(3)).tolist() == d.tolist()
+    for name, estimate in (("k2", k2), ("k3", k3)):
+        np.testing.assert_allclose(
+            kl_values(name, d, np.zeros(3)), estimate(tensor(d), tensor(np.zeros(3))), atol=1e-12
+        )
+    with pytest.raises(ConfigError, match="k3\\+"):
+        kl_values("k3+", d, d)
+
+
+def test_k3_plus_reads_as_k3_and_pulls_as_k2():
+    logprobs = tensor([-1.0, -3.0]).requires_grad_()
+    value = k3_plus(logprobs, tensor([-2.0, -1.0]))
+    value.sum().backward()
+    torch.testing.assert_close(value, k3(logprobs, tensor([-2.0, -1.0])))
+    torch.testing.assert_close(logprobs.grad, tensor([1.0, -2.0]))
 
 
 def test_k3_is_finite_and_pulls_the_right_way_everywhere():

@@ -4,26 +4,33 @@ import torch
 
 from mindspeed_asyncflow.algorithms.aggregate import loss_denominator
 from mindspeed_asyncflow.algorithms.policy_loss import make_policy_loss
-from mindspeed_asyncflow.config.schema import AlgorithmConfig
+from mindspeed_asyncflow.config.schema import AlgorithmConfig, CorrectionConfig
 from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.observe.metrics import merge_parts, reduce_sums
 from tests.algorithms.cases import LENGTHS, LOG_PI, LOG_RATIO, OLD_OVER_MU, micro_batch, on_tokens, tensor
 
-MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"]
+TIS = CorrectionConfig(weight="token", cap=2.0)
 
 
 def config(**changes):
-    return AlgorithmConfig(**{"clip_low": 0.2, "clip_high": 0.2, **changes})
+    return AlgorithmConfig(**{"clip_low": 0.2, "clip_high": 0.2, "loss_horizon": 4, **changes})
 
 
-def run(cfg, batch, flat_logprobs, fill=0.0):
+def run(cfg, batch, flat_logprobs, fill=0.0, correction=None):
     """(loss sum, gradient at the trained tokens, metric parts as floats)"""
     logprobs = on_tokens(batch, flat_logprobs, fill).requires_grad_()
     entropy = on_tokens(batch, np.arange(len(flat_logprobs), dtype=float), fill)
-    loss, parts = make_policy_loss(cfg)(logprobs, entropy, batch)
+    loss, parts = make_policy_loss(cfg, correction)(logprobs, entropy, batch)
     loss.backward()
     assert (logprobs.grad[batch.loss_mask == 0] == 0).all()
     return loss.item(), logprobs.grad[batch.loss_mask > 0], {key: float(value) for key, value in parts.items()}
+
+
+def aggregate(cfg, parts):
+    """The number that parts of a whole batch come to."""
+    counted = parts["actor/loss_tokens_count"], parts["actor/loss_sequences_count"]
+    return parts["actor/loss_sum"] / loss_denominator(cfg.aggregation, *counted, cfg.loss_horizon)
 
 
 def base_batch(**changes):
@@ -36,7 +43,7 @@ def test_the_golden_case_and_its_metrics():
     loss, _, parts = run(config(), base_batch(), LOG_PI)
     assert loss == pytest.approx(2.277228, abs=1e-6)
     values = reduce_sums([parts])
-    assert values["actor/loss"] == pytest.approx(0.379538, abs=1e-6)
+    assert aggregate(config(), parts) == pytest.approx(0.379538, abs=1e-6)
     assert values["actor/pg_loss"] == pytest.approx(0.379538, abs=1e-6)
     assert values["actor/pg_clipfrac"] == values["actor/pg_clipfrac_low"] == pytest.approx(1 / 6)
     assert values["actor/ppo_kl"] == pytest.approx(0.025, abs=1e-6)
@@ -49,7 +56,7 @@ def test_the_golden_case_and_its_metrics():
 def test_mismatch_metrics_golden_values():
     """mismatch row: here the trainer's policy is `old`"""
     rollout = np.array(LOG_PI) - np.array(OLD_OVER_MU)
-    _, _, parts = run(config(proximal="current", tis_cap=2.0), base_batch(rollout=rollout), LOG_PI)
+    _, _, parts = run(config(proximal="current"), base_batch(rollout=rollout), LOG_PI, correction=TIS)
     values = reduce_sums([parts])
     assert values["rollout_corr/kl"] == pytest.approx(-0.375, abs=1e-6)
     assert values["rollout_corr/k3_kl"] == pytest.approx(0.970309, abs=1e-6)
@@ -63,8 +70,8 @@ def test_token_tis_weighs_loss_and_gradient_and_carries_no_gradient_of_its_own()
     rollout = np.array(LOG_PI) - np.array(OLD_OVER_MU)
     weight = np.array([1.051271, 0.406570, 2, 1, 0.904837, 2])
     advantages = np.array([1, 1, -1, -1, -1, -1])
-    for cfg in (config(proximal="current", tis_cap=2.0), config(loss="reinforce", tis_cap=2.0)):
-        _, gradient, _ = run(cfg, base_batch(rollout=rollout), LOG_PI)
+    for cfg in (config(proximal="current"), config(loss="reinforce")):
+        _, gradient, _ = run(cfg, base_batch(rollout=rollout), LOG_PI, correction=TIS)
         np.testing.assert_allclose(gradient, -weight * advantages, atol=1e-6)
 
 
@@ -89,14 +96,14 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(mode, kl_coef):
             total += loss
             gradient[where] += grad.numpy()
             parts.append(metrics)
-        results.append((total / loss_denominator(mode, tokens, 5), gradient, merge_parts(parts)))
+        results.append((total / loss_denominator(mode, tokens, 5, 4), gradient, merge_parts(parts)))
     for total, gradient, metrics in results[1:]:
         assert total == pytest.approx(results[0][0], abs=1e-6)
         np.testing.assert_allclose(gradient, results[0][1], atol=1e-6)
         # `entropy` of the test counts up inside each part, so it differs on purpose
         same = {key: value for key, value in results[0][2].items() if "entropy" not in key}
         assert {key: metrics[key] for key in same} == pytest.approx(same, abs=1e-5)
-        assert reduce_sums([metrics])["actor/loss"] == pytest.approx(total, abs=1e-6)
+        assert aggregate(cfg, metrics) == pytest.approx(total, abs=1e-6)
 
 
 @pytest.mark.parametrize("cuts", [[[0, 1]], [[0], [1]], [[1], [0]]])
@@ -116,8 +123,8 @@ def test_masked_answers_count_neither_above_nor_below():
     batch = micro_batch([4, 12], [-0.5, -9.0], -np.ones(16), masks=masks)
     loss, _, parts = run(config(), batch, -np.ones(4), fill=float("-inf"))
     assert loss / loss_denominator("token-mean", parts["actor/tokens_count"], 1) == pytest.approx(0.5)
-    per_answer = reduce_sums([run(config(aggregation="seq-mean-token-mean"), batch, -np.ones(4))[2]])
-    assert per_answer["actor/loss"] == pytest.approx(0.5)
+    per_answer = config(aggregation="seq-mean-token-mean")
+    assert aggregate(per_answer, run(per_answer, batch, -np.ones(4))[2]) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -130,7 +137,7 @@ def test_with_everything_masked_loss_and_gradient_are_zero(mode):
     loss, parts = make_policy_loss(config(aggregation=mode, kl_coef=0.1))(logprobs, logprobs.detach(), batch)
     loss.backward()
     assert loss.item() == 0 and (logprobs.grad == 0).all()
-    assert parts["actor/tokens_count"] == 0 and parts["actor/loss_weight_sum"] == 0
+    assert parts["actor/tokens_count"] == parts["actor/loss_tokens_count"] == parts["actor/loss_sequences_count"] == 0
 
 
 def test_kl_is_added_to_the_loss_and_averaged_over_real_tokens():
@@ -140,7 +147,7 @@ def test_kl_is_added_to_the_loss_and_averaged_over_real_tokens():
         batch = micro_batch([count], [0.0], -np.ones(count), masks=masks, ref=-2 * np.ones(count))
         _, _, parts = run(config(kl_coef=0.1), batch, -np.ones(sum(masks)))
         values = reduce_sums([parts])
-        assert values["actor/loss"] == pytest.approx(0.036788, abs=1e-6)
+        assert aggregate(config(), parts) == pytest.approx(0.036788, abs=1e-6)
         assert values["actor/kl_loss"] == pytest.approx(0.36788, abs=1e-5)
 
 

@@ -125,7 +125,12 @@ class FakeTrain:
             self.rows[-1] += [int(r) for r in batch.rows if r >= 0]
             self.seen_versions[-1] += [int(-v) for v in batch.rollout_logprobs[batch.loss_mask > 0]]
         tokens = sum(b.num_valid_tokens for b in micro_batches)
-        return {"actor/tokens_count": tokens}
+        sequences = sum(len(np.unique(b.sample_index[b.loss_mask > 0])) for b in micro_batches)
+        return {
+            "actor/tokens_count": tokens,
+            "actor/loss_tokens_count": tokens,
+            "actor/loss_sequences_count": sequences,
+        }
 
     def optim_step(self, denominator):
         self.denominators.append(denominator)

@@ -24,7 +24,7 @@ from mindspeed_asyncflow.workflow import batcher
 from mindspeed_asyncflow.workflow.events import EventLog
 from mindspeed_asyncflow.workflow.publisher import Publisher
 from mindspeed_asyncflow.workflow.sample_log import SampleLog, file_of
-from mindspeed_asyncflow.workflow.train_worker import TrainWorker
+from mindspeed_asyncflow.workflow.train_worker import ChunkRules, TrainWorker
 from tests.workflow.fakes import QUIET, FakeTrain, Local
 
 REPLICAS = 2
@@ -184,8 +184,9 @@ async def train_chunk(bench, step, config, events):
     versions = dict(zip(claim.rows.tolist(), zip(claim.version_min.tolist(), claim.version_max.tolist())))
     groups = dict(zip(claim.rows.tolist(), zip(claim.group_ids.tolist(), claim.members.tolist())))
     law = step - config.workflow.max_lag if config.workflow.stale == "mask" else None
-    sums = [r.sums for r in await bench.all("train", plan, versions, groups, 0, law)]
-    events.note("trained", step=step, plan=plan, groups=groups, versions=versions, sums=sums, oldest_allowed=law)
+    rules = ChunkRules(step, law)
+    sums = [r.sums for r in await bench.all("train", plan, versions, groups, rules)]
+    events.note("trained", step=step, plan=plan, groups=groups, versions=versions, sums=sums, rules=rules)
     bench.dock.done(claim.claim_id)
     bench.dock.free(claim.rows)
     return sums

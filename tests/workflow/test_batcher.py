@@ -65,7 +65,7 @@ def test_masked_response_tokens_carry_no_advantage_but_stay_in_context():
     assert batch.input_ids.tolist() == [4, 5, 6]
     assert batch.loss_mask.tolist() == [0, 1, 1]
     assert batch.advantages.tolist() == [0, 1, 1]
-    assert batch.ref_logprobs.tolist() == [-1, -2, -3]
+    assert batch.ref_logprobs.tolist() == [0, -2, -3]
 
 
 def test_a_rank_without_rows_gets_one_position_of_weight_zero():

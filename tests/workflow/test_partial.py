@@ -25,7 +25,7 @@ from mindspeed_asyncflow.workflow.partial import (
     versions_per_token,
 )
 from mindspeed_asyncflow.workflow.score_worker import ScoreWorker
-from mindspeed_asyncflow.workflow.train_worker import TrainWorker
+from mindspeed_asyncflow.workflow.train_worker import ChunkRules, TrainWorker
 from mindspeed_asyncflow.workflow.workers import RolloutWorker, RowBatch, sample_seed
 from tests.engines.bench import make_engine, make_model
 from tests.workflow.partial_engine import QUIET, Replica, expected_tokens, manifest, natural_length
@@ -483,7 +483,7 @@ def test_tokens_of_versions_that_are_too_old_are_masked_and_no_others(dock, rows
     handles, versions, groups = answered(rows, spans)
     engine = Recording()
     worker = TrainWorker(engine, dock, AlgorithmConfig(), name="t", replica=0, publisher=None, tracer=QUIET)
-    report = worker.train([[handles[:2], handles[2:]]], versions, groups, 0, oldest_allowed)
+    report = worker.train([[handles[:2], handles[2:]]], versions, groups, ChunkRules(7, oldest_allowed))
     found = masks(engine)
     assert found[handles[0]][0] == found[handles[0]][1] == mask
     assert found[handles[0]][2] == [-float(10 + i) * m for i, m in enumerate(mask)]
@@ -511,7 +511,7 @@ def test_masks_and_reports_say_the_same_for_any_spans(dock, lengths, first, olde
     handles, versions, groups = answered(rows, spans)
     engine = Recording()
     worker = TrainWorker(engine, dock, AlgorithmConfig(), name="t", replica=0, publisher=None, tracer=QUIET)
-    report = worker.train([[handles]], versions, groups, 0, oldest_allowed)
+    report = worker.train([[handles]], versions, groups, ChunkRules(7, oldest_allowed))
     of_tokens = {r: versions_per_token(span_table(s)) for r, s in zip(handles, spans)}
     for row, mask in masks(engine).items():
         assert mask[0] == (of_tokens[row] >= oldest_allowed).tolist()

@@ -93,7 +93,7 @@ def test_a_run_that_masked_old_tokens_is_repeated_with_the_same_masks(tmp_path):
     assert replay(tmp_path, settings(stale="mask")).repeated == 4
 
     def change(events):
-        next(e for e in events if e["kind"] == "trained" and e["step"] == 2)["oldest_allowed"] = 0
+        next(e for e in events if e["kind"] == "trained" and e["step"] == 2)["rules"]["oldest_allowed"] = 0
         return events
 
     edit_events(tmp_path, change)
