@@ -1,6 +1,6 @@
 """A bounded pool of scorer processes with a deadline for each answer.
 
-    score() --> chunks --> idle process --> [value, error] per answer, as soon as it is known
+    score() --> chunks --> idle process --> [value, error, parts] per answer, as soon as it is known
                              | silent for timeout_s: ended and replaced; its answer is named, the rest offered again
                              | slow, others idle:    they take over what it has not begun
 
@@ -16,15 +16,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
 from mindspeed_asyncflow.errors import DeadlineExceeded, RewardError
 from mindspeed_asyncflow.observe.log import get_logger
+from mindspeed_asyncflow.rewards.base import Answer
 from mindspeed_asyncflow.rewards.process import START_S, Item, Reply, ScorerProcess
+from mindspeed_asyncflow.rewards.registry import Spec
 
 if TYPE_CHECKING:
-    from mindspeed_asyncflow.config.schema import DataConfig
+    from mindspeed_asyncflow.config.schema import DataConfig, RewardConfig
 
 _CHUNK = 64  # most answers in one message
 _SHOWN = 5  # failures of each kind that the console shows; the log file has all
@@ -37,6 +39,7 @@ logger = get_logger("rewards")
 class Score:
     value: float | None  # None: abstained, or failed and `on_timeout` is drop
     error: str = ""  # why scoring failed; "" for a score and for an abstention
+    parts: dict[str, float] = field(default_factory=dict)  # what each of several scorers gave, before its weight
 
 
 class _Call:
@@ -60,16 +63,16 @@ class _Call:
 
 
 class ScorerPool:
-    """`workers` processes that score with the task of `data`. Thread-safe: calls of several threads take turns.
+    """Processes that score as `reward` says, or with the task of `data`. Thread-safe: calls take turns.
 
     A scorer that raises, returns no finite number, dies, or takes longer than `timeout_s` gives a `Score` with an
     error, counted in `counts` and logged; its value is None (`on_timeout: drop`) or 0 (`zero`).
     """
 
-    def __init__(self, data: DataConfig, workers: int, timeout_s: float, on_timeout: str) -> None:
-        self._task = (data.task, dict(data.options))
-        self._timeout_s = timeout_s
-        self._failed_value = 0.0 if on_timeout == "zero" else None
+    def __init__(self, data: DataConfig, reward: RewardConfig) -> None:
+        self._spec = Spec.of(data, reward).plain()
+        self._timeout_s = reward.timeout_s
+        self._failed_value = 0.0 if reward.on_timeout == "zero" else None
         self.counts: Counter[str] = Counter(scored=0, abstained=0, failed=0, timed_out=0, died=0)
         self._lock = threading.Lock()
         # The kernel ends a scorer when the *thread* that started it ends, so one thread of the pool starts them all.
@@ -77,16 +80,16 @@ class ScorerPool:
         self._selector = selectors.DefaultSelector()
         self._processes: list[ScorerProcess] = []
         try:
-            for _ in range(workers):
+            for _ in range(reward.workers):
                 self._start()
             self._wait_for_all(time.monotonic() + START_S)
         except BaseException:
             self.close()
             raise
 
-    def score(self, texts: Sequence[str], truths: Sequence[str], finished: Sequence[bool]) -> list[Score]:
+    def score(self, answers: Sequence[Answer]) -> list[Score]:
         """One `Score` for each answer, in order. Raises `RewardError` if a process cannot be replaced."""
-        call = _Call([(text, truth, bool(end)) for text, truth, end in zip(texts, truths, finished)])
+        call = _Call([list(astuple(answer)) for answer in answers])
         with self._lock:
             if not self._processes:
                 raise RewardError("the scorer pool is closed")
@@ -148,11 +151,11 @@ class ScorerPool:
                 call.record(index, self._judge(reply, call.items[index]))
 
     def _judge(self, reply: Reply, item: Item) -> Score:
-        value, error = reply
+        value, error, parts = reply
         if error:
             return self._failure("failed", error, item)
         self.counts["abstained" if value is None else "scored"] += 1
-        return Score(value)
+        return Score(value, "", parts)
 
     def _failure(self, kind: str, error: str, item: Item) -> Score:
         self.counts[kind] += 1
@@ -192,7 +195,7 @@ class ScorerPool:
         return max(0.0, min(ends) - now)
 
     def _start(self) -> None:
-        process = self._starter.submit(ScorerProcess, *self._task).result(START_S)
+        process = self._starter.submit(ScorerProcess, self._spec).result(START_S)
         self._processes.append(process)
         self._selector.register(process.channel, selectors.EVENT_READ, process)
 
@@ -206,6 +209,6 @@ class ScorerPool:
         while not all(process.ready for process in self._processes):
             left = deadline - time.monotonic()
             if left <= 0:
-                raise DeadlineExceeded(f"waited {START_S:g} s for scorer processes of task {self._task[0]} to start")
+                raise DeadlineExceeded(f"waited {START_S:g} s for scorer processes to start")
             for key, _ in self._selector.select(left):
                 self._take(key.data, _Call([]))

@@ -17,16 +17,15 @@ from typing import Any
 
 from mindspeed_asyncflow.errors import RewardError
 
-Item = tuple[str, str, bool]  # text, truth, finished
-Reply = tuple[float | None, str]  # value, error
+Item = list[Any]  # the fields of an `Answer`
+Reply = tuple[float | None, str, dict[str, float]]  # value, error, what each of several scorers gave
 
 START_S = 60.0  # deadline for a process to be up; libraries of a task may take seconds to import
 _PACKAGE_ROOT = str(Path(__file__).parents[2])
 _BOOT = """
-import json, sys
-sys.path[:], *call = json.loads(sys.argv[1])
-from mindspeed_asyncflow.rewards.worker import main
-main(*call)
+import importlib, json, sys
+sys.path[:], module, *call = json.loads(sys.argv[1])
+importlib.import_module(module).main(*call)
 """
 
 
@@ -36,10 +35,13 @@ class ScorerProcess:
     `outstanding` holds their indices, first the one that is being scored since `since` (monotonic seconds).
     """
 
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
+    module = "mindspeed_asyncflow.rewards.worker"  # its `main` runs inside
+    kind = "scorer"
+
+    def __init__(self, spec: dict[str, Any]) -> None:
         self.channel, far = socket.socketpair()
         self.channel.settimeout(START_S)
-        call = [[_PACKAGE_ROOT, *sys.path], far.fileno(), os.getpid(), name, options]
+        call = [[_PACKAGE_ROOT, *sys.path], self.module, far.fileno(), os.getpid(), spec]
         self.process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(call)],
             stdin=subprocess.DEVNULL,
@@ -76,11 +78,11 @@ class ScorerProcess:
         if messages and not self.ready:
             first = messages.pop(0)
             if first[0] == "failed":
-                raise RewardError(f"scorer process cannot start: {first[1]}")
+                raise RewardError(f"{self.kind} process cannot start: {first[1]}")
             self.ready = True
         if messages:
             self.since = time.monotonic()
-        return [(self.outstanding.popleft(), (value, error)) for value, error in messages]
+        return [(self.outstanding.popleft(), (value, error, parts)) for value, error, parts in messages]
 
     def kill(self) -> int:
         """End the process and everything that it started, now; its exit code."""

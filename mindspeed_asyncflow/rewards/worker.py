@@ -1,52 +1,43 @@
-"""What runs inside a scorer process. Imports the task and nothing heavy: it must be up in a fraction of a second.
+"""What runs inside a scorer process. Imports nothing heavy: it must be up in a fraction of a second.
 
-Protocol, one JSON text per line on one socket. To the process: a list of [text, truth, finished]. Back: first
-["ready"] or ["failed", reason], then for each answer, as soon as it is scored, [value, error]: a number and "";
-null and "" where the scorer abstains; null and what went wrong.
+Protocol, one JSON text per line on one socket. To the process: a list of answers, the fields of `Answer` each. Back:
+first ["ready"] or ["failed", reason], then for each answer, as soon as it is scored, [value, error, parts]: a number
+and ""; null and "" where all scorers abstain; null and what went wrong.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import math
 import os
 import signal
 import socket
 import sys
 from typing import Any
 
-from mindspeed_asyncflow.data.tasks import Task, build_task
-from mindspeed_asyncflow.errors import DataError
+from mindspeed_asyncflow.errors import DataError, RewardError
+from mindspeed_asyncflow.rewards.base import Answer
+from mindspeed_asyncflow.rewards.registry import Spec, build
 
 _PR_SET_PDEATHSIG = 1
 
 
-def main(descriptor: int, parent: int, name: str, options: dict[str, Any]) -> None:
+def main(descriptor: int, parent: int, spec: dict[str, Any]) -> None:
     """Serve the socket `descriptor` until the other side closes it."""
     _end_with_parent(parent)
     with socket.socket(fileno=descriptor) as channel:
         try:
-            task = build_task(name, options)
-        except DataError as error:
+            scorers = build(Spec(**spec))
+        except (DataError, RewardError) as error:
             _send(channel, ["failed", str(error)])
             return
         _send(channel, ["ready"])
         for line in channel.makefile("r", encoding="utf-8", newline="\n"):
-            for text, truth, finished in json.loads(line):
-                _send(channel, score_one(task, text, truth, finished))
-
-
-def score_one(task: Task, text: str, truth: str, finished: bool) -> list[float | str | None]:
-    """[value, error] of one answer. Whatever the scorer does wrong becomes a named error, never a number."""
-    try:
-        value = task.score(text, truth, finished)
-        if value is None:
-            return [None, ""]
-        number = float(value)
-    except Exception as error:  # boundary: scorers are user code, their failures are data on the sample
-        return [None, f"{type(error).__name__}: {error}"]
-    return [number, ""] if math.isfinite(number) else [None, f"scorer returned {number}, not a finite number"]
+            answers = [Answer(*fields) for fields in json.loads(line)]
+            asked = scorers.ask_batches(answers) if scorers.in_batches else {}
+            for i, answer in enumerate(answers):
+                result = scorers.result(answer, {name: said[i] for name, said in asked.items()})
+                _send(channel, [result.value, result.error, result.parts])
 
 
 def _send(channel: socket.socket, message: list[Any]) -> None:

@@ -1,0 +1,136 @@
+"""From the names in the settings to scorers. Imported by scorer processes: nothing heavy at the top."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_asyncflow.data.tasks import Task, build_task
+from mindspeed_asyncflow.errors import RewardError
+from mindspeed_asyncflow.rewards.base import Answer, BatchScorer, Scorer
+from mindspeed_asyncflow.rewards.code import Code
+from mindspeed_asyncflow.rewards.combined import Combined, Part
+from mindspeed_asyncflow.rewards.http import Http
+from mindspeed_asyncflow.rewards.mathematics import Math
+from mindspeed_asyncflow.rewards.texts import Choice, Exact, Format, Length, Number
+
+if TYPE_CHECKING:
+    from mindspeed_asyncflow.config.schema import DataConfig, RewardConfig
+
+SCORERS: dict[str, Callable[..., Scorer | BatchScorer]] = {
+    "exact": Exact,
+    "format": Format,
+    "number": Number,
+    "choice": Choice,
+    "math": Math,
+    "code": Code,
+    "length": Length,
+    "http": Http,
+}
+ARGUMENTS = ("answer", "truth", "prompt", "fields", "finished", "tokens")  # of a user's function
+EXAMPLE = "def score(answer: str, truth: str) -> float | None:\n    return float(answer.strip() == truth)"
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a scorer process is told: plain values."""
+
+    tasks: list[tuple[str, dict[str, Any]]]  # name and options of each source of prompts
+    scorers: list[tuple[str, float, dict[str, Any]]] = field(default_factory=list)  # name, weight, options
+    timeout_s: float = 5.0
+
+    @classmethod
+    def of(cls, data: DataConfig, reward: RewardConfig) -> Spec:
+        tasks = [(source.task, dict(source.options)) for source in data.mix] or [(data.task, dict(data.options))]
+        scorers = [(s.name, s.weight, dict(s.options)) for s in reward.scorers]
+        return cls(tasks, scorers, reward.timeout_s)
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class TaskScorer:
+    """The scorer that comes with the task of each prompt's source."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = tasks
+
+    def score(self, answer: Answer) -> float | None:
+        source = int(answer.fields.get("source", 0)) if len(self.tasks) > 1 else 0
+        return self.tasks[source].score(answer.text, answer.truth, answer.finished)
+
+
+class UserFunction:
+    """A function of the user's, called with those of `ARGUMENTS` that it names."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        module, _, attribute = name.partition(":")
+        try:
+            self.function = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise RewardError(f"reward.scorers {name!r} cannot be loaded: {error}. For example\n{EXAMPLE}") from error
+        self.options = dict(options)
+        self.names = self._names(name)
+
+    def _names(self, name: str) -> list[str]:
+        try:
+            parameters = inspect.signature(self.function).parameters.values()
+        except (TypeError, ValueError) as error:
+            raise RewardError(f"reward.scorers {name!r} is no function: {error}. For example\n{EXAMPLE}") from error
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        named = [p.name for p in parameters if p.kind in by_name]
+        wild = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        positional = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+        strange = [p.name for p in parameters if p.default is p.empty and p.kind in by_name]
+        strange = [n for n in strange if n not in ARGUMENTS and n not in self.options] + positional
+        unknown = [] if wild else [n for n in self.options if n not in named]
+        if strange or unknown or not (wild or any(n in ARGUMENTS for n in named)):
+            wrong = f"wants {', '.join(strange)}" if strange else f"has no argument {', '.join(unknown) or 'at all'}"
+            raise RewardError(
+                f"reward.scorers {name!r} {wrong}; a scorer may name {', '.join(ARGUMENTS)} and its options. "
+                f"For example\n{EXAMPLE}"
+            )
+        return list(ARGUMENTS) if wild else [n for n in named if n in ARGUMENTS]
+
+    def score(self, answer: Answer) -> float | None:
+        known = {
+            "answer": answer.text,
+            "truth": answer.truth,
+            "prompt": answer.prompt,
+            "fields": answer.fields,
+            "finished": answer.finished,
+            "tokens": answer.tokens,
+        }
+        return self.function(**{name: known[name] for name in self.names}, **self.options)
+
+
+def build_scorer(name: str, options: Mapping[str, Any], timeout_s: float) -> Scorer | BatchScorer:
+    """The scorer called `name`. Raises `RewardError` for an unknown name and for options that it does not have."""
+    if ":" in name:
+        return UserFunction(name, options)
+    if name not in SCORERS:
+        raise RewardError(f"reward.scorers {name!r} is unknown; there are: {', '.join(SCORERS)}, MODULE:FUNCTION")
+    own = {"timeout_s": timeout_s} if "timeout_s" in inspect.signature(SCORERS[name]).parameters else {}
+    try:
+        return SCORERS[name](**(own | dict(options)))
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"reward.scorers {name} with options {dict(options)}: {error}") from error
+
+
+def build(spec: Spec) -> Combined:
+    """All scorers of a run. Raises `RewardError` or `DataError` for what cannot be built."""
+    if not spec.scorers:
+        return Combined([Part("task", 1.0, TaskScorer([build_task(*task) for task in spec.tasks]))])
+    parts: list[Part] = []
+    for name, weight, options in spec.scorers:
+        same = sum(part.name.split("#")[0] == name for part in parts)
+        label = f"{name}#{same + 1}" if same else name
+        if name == "task":
+            scorer: Scorer | BatchScorer = TaskScorer([build_task(*task) for task in spec.tasks])
+        else:
+            scorer = build_scorer(name, options, spec.timeout_s)
+        parts.append(Part(label, weight, scorer))
+    return Combined(parts)
