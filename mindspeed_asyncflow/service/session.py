@@ -337,11 +337,14 @@ class Session(Workers):
         if not chosen:
             return None
         answers = await self._answers(chosen)
-        scoring = self.scorer.score_texts(
-            [ids for ids, _ in answers], [p.truth for p in chosen], [reason == "stop" for _, reason in answers]
+        scoring = self.scorer.score_answers(
+            [ids for ids, _ in answers],
+            [p.truth for p in chosen],
+            [reason == "stop" for _, reason in answers],
+            [p.fields for p in chosen],
         )
-        scores = await self.within(scoring, "the scorer to score the held-out answers")
-        return float(np.mean([0.0 if s is None else s for s in scores]))
+        scores, _ = await self.within(scoring, "the scorer to score the held-out answers")
+        return float(np.mean([0.0 if s.value is None else s.value for s in scores]))
 
     async def _answers(self, chosen: Sequence[Prompt]) -> list[tuple[np.ndarray, str]]:
         """Greedy answers, in order."""

@@ -144,9 +144,13 @@ class ScoreWorker:
         chosen = [per_token[i] for i in np.flatnonzero(good)]
         return {"token_advantages": [returns_to_go(r, a.gamma).astype(np.float32) for r in chosen]}
 
-    def score_texts(self, answers: Sequence[Answer]) -> list[Score]:
-        """Scores of answers outside the dock."""
-        return self.pool.score(answers)
+    def score_answers(
+        self, answers: Sequence[np.ndarray], truths: Sequence[str], finished: Sequence[bool], fields: Sequence[str]
+    ) -> tuple[list[Score], list[str]]:
+        """Scores and texts of answers outside the dock, given as token ids [L]."""
+        texts = self.decode(answers)
+        tokens = [len(ids) for ids in answers]
+        return self.pool.score([answer_of(*each) for each in zip(texts, truths, finished, fields, tokens)]), texts
 
     def close(self) -> None:
         self.pool.close()

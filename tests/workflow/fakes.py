@@ -169,10 +169,10 @@ class FakePool:
     def __init__(self) -> None:
         self.silent_truths: set[str] = set()
 
-    def score(self, texts, truths, finished):
+    def score(self, answers):
         return [
-            Score(None, "the scorer abstained") if t in self.silent_truths else Score(float(x), "")
-            for x, t in zip(texts, truths)
+            Score(None, "the scorer abstained") if a.truth in self.silent_truths else Score(float(a.text), "")
+            for a in answers
         ]
 
     def close(self):
@@ -308,7 +308,7 @@ def run_loops(
             pool,
             client(),
             lambda answers: [str(float(np.sum(a))) for a in answers],
-            config.algorithm,
+            config,
             name="scorer",
             tracer=QUIET,
         )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_asyncflow.config.schema import AlgorithmConfig, RolloutConfig
+from mindspeed_asyncflow.config.schema import AlgorithmConfig, Config, RolloutConfig
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, grpo_tasks
 from mindspeed_asyncflow.dock.server import DockServer
@@ -528,7 +528,7 @@ class Scores:
     def __init__(self, values) -> None:
         self.values = values
 
-    def score(self, texts, truths, finished):
+    def score(self, answers):
         return [Score(v, "" if v is not None else "abstained") for v in self.values]
 
 
@@ -541,7 +541,7 @@ def test_groups_of_equal_rewards_are_dropped_by_name_where_the_algorithm_samples
     dock.write(got.rows, values, claim_id=got.claim_id, versions=([0] * 9, [0] * 9), done=True)
     dropped = dock.stats()["drops"]
     claim = rows.claim(3, task="reward", unit="groups")
-    config = AlgorithmConfig(group_size=GROUP, dynamic_sampling=dynamic)
+    config = Config(algorithm=AlgorithmConfig(group_size=GROUP, dynamic_sampling=dynamic))
     pool = Scores([1.0, 0.0, 1.0, 1.0, None, 1.0, 0.0, 0.0, 0.0])
     scorer = ScoreWorker(pool, dock, lambda answers: ["x"] * len(answers), config, name="s", tracer=QUIET)
     report = scorer.score(claim.claim_id, RowBatch(claim.rows, claim.group_ids, claim.members))

@@ -21,10 +21,12 @@ class Graded(FakePool):
         super().__init__()
         self.flat, self.asked = flat, 0
 
-    def score(self, texts, truths, finished):
-        self.asked += len(texts)
-        scores = super().score(texts, truths, finished)
-        return [type(s)(0.0 if self.flat(int(t)) else float(i), "") for i, (s, t) in enumerate(zip(scores, truths))]
+    def score(self, answers):
+        self.asked += len(answers)
+        scores = super().score(answers)
+        return [
+            type(s)(0.0 if self.flat(int(a.truth)) else float(i), "") for i, (s, a) in enumerate(zip(scores, answers))
+        ]
 
 
 def later(delay_s, do):
