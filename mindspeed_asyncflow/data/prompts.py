@@ -23,6 +23,7 @@ class Prompt:
     ids: np.ndarray  # int32 [P]
     truth: str
     text: str
+    fields: str = "{}"  # JSON object for scorers and environments
 
 
 def split_problems(problems: Sequence[Problem], heldout: int, seed: int) -> tuple[list[Problem], list[Problem]]:
