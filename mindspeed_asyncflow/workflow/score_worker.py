@@ -109,7 +109,7 @@ class ScoreWorker:
     def _answers(self, columns: Mapping[str, Any]) -> list[Answer]:
         texts = self.decode(columns["response_ids"])
         truths, fields = ([bytes(t).decode("utf-8") for t in columns[name]] for name in ("truth", "fields"))
-        finished = [code == FINISHED for code in columns["finish"]]
+        finished = [bool(code == FINISHED) for code in columns["finish"]]
         tokens = [len(ids) for ids in columns["response_ids"]]
         return [answer_of(*each) for each in zip(texts, truths, finished, fields, tokens)]
 
