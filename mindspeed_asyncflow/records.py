@@ -67,6 +67,11 @@ class Completion:
     mask: np.ndarray | None = None  # uint8 [L], 0 where an environment wrote the token; None: the policy sampled all
 
     @property
+    def sampled(self) -> int:
+        """Tokens of the policy."""
+        return len(self.token_ids) if self.mask is None else int(self.mask.sum())
+
+    @property
     def version_min(self) -> int:
         return min((s.version for s in self.spans), default=0)
 

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "mindspeed_asyncflow"
 LAYERS = {
     0: ("records", "errors", "config"),
     1: ("platforms", "observe", "patches"),
-    2: ("dock", "algorithms", "rewards", "data", "planner"),
+    2: ("dock", "algorithms", "rewards", "environments", "data", "planner"),
     3: ("reshard", "engines"),
     4: ("workflow",),
     5: ("simulation", "service"),

@@ -58,6 +58,9 @@ class TurnsConfig(Section):
         description="Who answers the model in a row: calculator, reasoning_gym, or python:MODULE:CLASS; off if null.",
     )
     options: Options = Field(default_factory=dict, description="Arguments of the environment.")
+    role: str = Field("user", description="Role of the replies in the chat template, e.g. user or tool.")
+    reply_start: str = Field("\n", description="Put before a reply where data.chat is off.")
+    reply_end: str = Field("\n", description="Put after a reply where data.chat is off.")
     max_turns: int = Field(4, ge=1, description="Most turns of the model in one answer.")
     timeout_s: float = Field(5.0, gt=0, description="Deadline of one reply of the environment.")
     workers: int = Field(1, ge=1, description="Environment processes of each replica.")

@@ -23,6 +23,7 @@ from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.platforms.ports import HeldPort, hold_port
 from mindspeed_asyncflow.records import SamplingSpec
 from mindspeed_asyncflow.service.relays import RelayOfRank
+from mindspeed_asyncflow.workflow.conversing import Conversation
 from mindspeed_asyncflow.workflow.publisher import Publisher
 from mindspeed_asyncflow.workflow.sample_log import NoSamples, SampleLog
 from mindspeed_asyncflow.workflow.score_worker import ReferenceWorker, ScoreWorker
@@ -101,6 +102,25 @@ def _rollout_arguments(spec: WorkerSpec, name: str, tracer: Tracer) -> dict[str,
         tracer=tracer,
         partial_rounds=config.workflow.partial_rounds,
         group_size=config.algorithm.group_size,
+        conversation=_conversation(spec),
+    )
+
+
+def _conversation(spec: WorkerSpec) -> Conversation | None:
+    turns, data = spec.config.turns, spec.config.data
+    if turns.environment is None:
+        return None
+    from mindspeed_asyncflow.environments.pool import EnvironmentPool
+    from mindspeed_asyncflow.environments.rendering import replies_of
+
+    tokenizer = load_tokenizer(spec.model_folder)
+    return Conversation(
+        EnvironmentPool(turns),
+        replies_of(tokenizer, data.chat, turns.role, turns.reply_start, turns.reply_end, spec.stop_ids),
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        clean=lambda ids: decode_answers(tokenizer, [ids], spec.stop_ids)[0],
+        max_turns=turns.max_turns,
+        in_rounds=spec.config.workflow.max_lag == 0,
     )
 
 

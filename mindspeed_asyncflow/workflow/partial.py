@@ -86,6 +86,9 @@ def whole_values(answers: Sequence[Completion], continued: bool) -> dict[str, An
         "response_spans": [span_table(a.spans) for a in answers],
         "finish": np.array([FINISH_CODES[a.finish_reason] for a in answers], dtype=np.uint8),
     }
+    masks = [a.mask for a in answers if a.mask is not None]
+    if masks:  # conversations: all answers have one
+        values["response_mask"] = masks
     if continued:
         nothing = np.empty(0, np.int32), np.empty(0, np.float32), span_table(())
         values |= {name: [empty] * len(answers) for name, empty in zip(PARTIAL_COLUMNS, nothing)}

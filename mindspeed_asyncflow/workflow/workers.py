@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from mindspeed_asyncflow.errors import DeadlineExceeded, EngineError, WeightSync
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.records import Completion, GenRequest, SamplingSpec, UpdateReport, WeightManifest
 from mindspeed_asyncflow.reshard.relay_mirror import PullReport, RelayMirror
+from mindspeed_asyncflow.workflow.conversing import Conversation, Tally
 from mindspeed_asyncflow.workflow.partial import (
     PARTIAL_COLUMNS,
     Tray,
@@ -55,6 +58,7 @@ class RolloutReport:
     busy_s: float
     served: tuple[tuple[int, str], ...]  # (version, fingerprint) at the end of each answer, without repetition
     unfinished: tuple[int, ...] = ()  # rows that were released: a budget or a stop has ended their round
+    conversations: Tally | None = None  # where an environment answers the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ class RolloutWorker:
     """One rollout replica: the engine and its way into the dock.
 
     `partial_rounds`: see `workflow/partial.py`. `group_size`: rows of a whole group, where calls may get parts of one.
+    `conversation`: an environment answers the model inside its rows; what is interrupted then starts again.
     """
 
     def __init__(
@@ -108,11 +113,12 @@ class RolloutWorker:
         tracer: Tracer,
         partial_rounds: int | None = None,
         group_size: int | None = None,
+        conversation: Conversation | None = None,
     ) -> None:
         self.engine, self.dock, self.sampling, self.name = engine, dock, sampling, name
         self.seed, self.commit_groups, self.timeout_s = seed, commit_groups, timeout_s
         self.partial_rounds, self.group_size = partial_rounds, group_size
-        self.tracer = tracer
+        self.tracer, self.conversation = tracer, conversation
         self.mirror: tuple[RelayMirror, MirrorRoute] | None = None
         self._calls: dict[int, set[str]] = {}  # running `generate` calls -> their answers that have not ended
         self._stopped: set[int] = set()  # of these, whose answers shall end now
@@ -134,14 +140,15 @@ class RolloutWorker:
             unfinished: list[Completion] = []
             served: set[tuple[int, str]] = set()
             samples = tokens = 0
+            tally = None if self.conversation is None else Tally()
             version = self.engine.version
             with (
                 self.tracer.span("rollout/generate", lane=self.name, version=version, rows=len(batch)),
-                contextlib.closing(self._answers(call, requests)) as answers,
+                contextlib.closing(self._answers(call, requests, tally)) as answers,
             ):
                 for answer in answers:
                     complete = self._is_complete(answer)
-                    fresh = len(answer.token_ids) - resumed[answer.request_id]
+                    fresh = answer.sampled - resumed[answer.request_id]
                     samples, tokens = samples + complete, tokens + fresh
                     if fresh:
                         served.add((answer.spans[-1].version, answer.fingerprint))
@@ -151,7 +158,7 @@ class RolloutWorker:
                 self._commit(claim_id, tray.rest(), resumed)
                 self._keep(claim_id, unfinished, resumed)
         rows = tuple(int(a.request_id) for a in unfinished)
-        return RolloutReport(samples, tokens, time.perf_counter() - began, tuple(sorted(served)), rows)
+        return RolloutReport(samples, tokens, time.perf_counter() - began, tuple(sorted(served)), rows, tally)
 
     def stop(self) -> int:
         """End the answers of all `generate` calls that have begun, with what they have; returns their number.
@@ -198,17 +205,39 @@ class RolloutWorker:
             for i, row in enumerate(batch.rows)
         ]
 
-    def _answers(self, call: int, requests: list[GenRequest]) -> Generator[Completion]:
+    def _answers(self, call: int, requests: list[GenRequest], tally: Tally | None) -> Generator[Completion]:
         """What the engine gives; a stop that came before it had the requests ends them at once."""
-        answers = self.engine.generate(requests, timeout_s=self.timeout_s)
+        if self.conversation is None or tally is None:
+            answers = self.engine.generate(requests, timeout_s=self.timeout_s)
+            if self._is_stopped(call):
+                self.engine.abort([r.request_id for r in requests])
+        else:
+            answers = self.conversation.answers(
+                self.engine,
+                requests,
+                self._asked(requests),
+                timeout_s=self.timeout_s,
+                stopped=lambda: self._is_stopped(call),
+                tally=tally,
+            )
+        try:
+            for answer in answers:
+                with self._changed:
+                    self._calls[call].discard(answer.request_id)
+                yield answer
+        finally:
+            if isinstance(answers, Generator):
+                answers.close()
+
+    def _is_stopped(self, call: int) -> bool:
         with self._changed:
-            too_late = call in self._stopped
-        if too_late:
-            self.engine.abort([r.request_id for r in requests])
-        for answer in answers:
-            with self._changed:
-                self._calls[call].discard(answer.request_id)
-            yield answer
+            return call in self._stopped
+
+    def _asked(self, requests: Sequence[GenRequest]) -> list[tuple[str, dict[str, Any]]]:
+        """Truth and fields of each row, for the environment."""
+        columns = self.dock.read(np.array([int(r.request_id) for r in requests], np.int64), ["truth", "fields"])
+        truths, fields = ([bytes(t).decode("utf-8") for t in columns[name]] for name in ("truth", "fields"))
+        return [(truth, json.loads(text)) for truth, text in zip(truths, fields)]
 
     def _is_complete(self, answer: Completion) -> bool:
         """Whether the answer is a whole one. Raises EngineError for what must not be trained, nor continued."""
@@ -218,6 +247,8 @@ class RolloutWorker:
                 f"{self.name}: an answer ended with {answer.finish_reason!r} after {len(answer.token_ids)} tokens "
                 f"(engine {self.engine.state}, version {self.engine.version}); DIRTY: loading the next version failed"
             )
+        if self.conversation is not None:
+            return answer.finish_reason in ("stop", "length")  # a reply that does not fit ends one before its budget
         return answer.finish_reason == "stop" or len(answer.token_ids) >= self.sampling.max_tokens
 
     def _commit(self, claim_id: int, answers: Sequence[Completion], resumed: dict[str, int]) -> None:
@@ -235,7 +266,8 @@ class RolloutWorker:
 
     def _keep(self, claim_id: int, answers: Sequence[Completion], resumed: dict[str, int]) -> None:
         """What unfinished answers have goes into the dock, and their rows back to whoever claims them."""
-        grown = [a for a in answers if len(a.token_ids) > resumed[a.request_id]]
+        kept = answers if self.conversation is None else []
+        grown = [a for a in kept if len(a.token_ids) > resumed[a.request_id]]
         if grown:
             self.dock.write(handles(grown), part_values(grown), claim_id=claim_id, versions=versions_of(grown))
         if answers:
@@ -295,5 +327,7 @@ class RolloutWorker:
         if self.mirror is not None:
             self.mirror[0].close()
         self.engine.close()
+        if self.conversation is not None:
+            self.conversation.close()
         self.dock.close()
         self.tracer.close()

@@ -1,0 +1,1 @@
+"""What answers the model inside one row: tools and judges, in processes of their own."""
