@@ -234,6 +234,16 @@ METRICS: tuple[Metric, ...] = (
     _timing("take_back", "Shared devices: replicas go to rest and train state comes back."),
     # lengths
     *_three("response_length", "tokens", "response length.", SAMPLES, "response_length"),
+    *_three("num_turns", "turns", "number of the model's turns in answers that ended in the step, where an environment "
+            "answers it.", SAMPLES, "num_turns"),
+    Metric("turns/replies", "replies", "last", "", "",
+           "Replies of the environment that went into answers."),
+    Metric("turns/failures", "answers", "last", "", "",
+           "Answers that ended because the environment raised, hung, died, or said what has no tokens."),
+    Metric("turns/cut", "answers", "last", "", "",
+           "Answers that ended because a reply did not fit into `rollout.max_new_tokens`."),
+    Metric("turns/drifted", "replies", "last", "", "",
+           "Replies after which the chat template would show earlier turns in other words than the model saw."),
     Metric("response_length/clip_ratio", "share", "mean", SAMPLES, "response_length/clip_ratio",
            "Share of answers that ended at `rollout.max_new_tokens`."),
     *_three("prompt_length", "tokens", "prompt length.", SAMPLES, "prompt_length"),

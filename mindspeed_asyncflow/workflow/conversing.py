@@ -52,6 +52,15 @@ class Tally:
     cut: int = 0  # conversations that ended because a reply did not fit into the budget
     drifted: int = 0  # replies after which the chat template shows earlier turns in other words
 
+    def add(self, other: Tally) -> None:
+        self.turns += other.turns
+        for name in ("replies", "failures", "cut", "drifted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def counts(self) -> dict[str, float]:
+        """As metrics."""
+        return {f"turns/{name}": getattr(self, name) for name in ("replies", "failures", "cut", "drifted")}
+
 
 @dataclass
 class _Talk:

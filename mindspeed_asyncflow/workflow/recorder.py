@@ -19,6 +19,7 @@ from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.trace import get_tracer
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter, SampleText
 from mindspeed_asyncflow.workflow.book import StepBook
+from mindspeed_asyncflow.workflow.conversing import Tally
 from mindspeed_asyncflow.workflow.score_worker import ScoreReport
 from mindspeed_asyncflow.workflow.staleness import StalenessWindow
 from mindspeed_asyncflow.workflow.train_worker import ChunkReport, FinishReport
@@ -82,6 +83,7 @@ class StepRecorder:
         self._step_rewards: list[float] = []
         self._scores: list[float] = []  # of answers that were scored in this step
         self._of_scorers: defaultdict[str, list[float]] = defaultdict(list)
+        self._talked = Tally()
         self._zero_std: list[bool] = []
         self._lag_oldest: list[int] = []
         self._lag_newest: list[int] = []
@@ -123,6 +125,8 @@ class StepRecorder:
     def generated(self, report: RolloutReport) -> None:
         self._generated_tokens += report.tokens
         self._unfinished += len(report.unfinished)
+        if report.conversations is not None:
+            self._talked.add(report.conversations)
         self._times["gen"] = max(self._times["gen"], report.busy_s)
 
     def scored(self, report: ScoreReport) -> None:
@@ -224,6 +228,8 @@ class StepRecorder:
         get_tracer().counter("versions behind", **{f"rollout{i}": n for i, n in enumerate(sync.behind())})
         metrics |= self._idle(wall) | {f"queue/{task}": float(n) for task, n in waiting.items()}
         metrics |= dock_gauges(stats) | self._pending_eval
+        if self.config.turns.environment is not None:
+            metrics |= describe("num_turns", self._talked.turns) | self._talked.counts()
         sync.new_step()
         self.metrics.write(step, metrics)
         self.progress.step(step, metrics)
@@ -282,6 +288,7 @@ class StepRecorder:
         self._parts, self._step_rewards, self._zero_std = [], [], []
         self._lag_oldest, self._lag_newest, self._scores = [], [], []
         self._of_scorers.clear()
+        self._talked = Tally()
         self._times.clear()
         self._abstained = self._unfinished = self._masked_tokens = self._masked_rows = 0
         self._generated_tokens = self._tokens = 0
