@@ -16,8 +16,9 @@ from our_side import ROOT, foreign_cpu, run_command
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.data.builtin_models import ensure_model
-from mindspeed_asyncflow.data.prompts import PromptSet, PromptStream
-from mindspeed_asyncflow.data.tasks import make_task
+from mindspeed_asyncflow.data.prompts import PromptSet
+from mindspeed_asyncflow.data.sources import make_sources
+from mindspeed_asyncflow.data.stream import PromptStream
 from mindspeed_asyncflow.data.tokenizers import load_tokenizer
 from mindspeed_asyncflow.engines.megatron.schedule import learning_rate
 
@@ -66,7 +67,7 @@ def specification(config: Config, log=print) -> dict[str, Any]:
     if any(mine != theirs for mine, theirs in same):
         raise ValueError("trl_side.py does not know these settings; compare with the defaults of algorithm and trainer")
     model = ensure_model(config.model, config.data, seed, log)
-    prompts = PromptSet.build(make_task(config.data), load_tokenizer(model), config.data, seed)
+    prompts = PromptSet.build(make_sources(config.data), load_tokenizer(model), config.data, seed)
     stream = PromptStream(prompts, seed, config.data.epochs, config.data.drop_last, config.workflow.groups_per_step)
     heldout = prompts.heldout[: config.evaluation.prompts]
     return {

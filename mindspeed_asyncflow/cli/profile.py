@@ -80,7 +80,7 @@ def _stop(number: int, frame: object) -> None:
 def _session(config: Config, folder: Any, progress: Any) -> Any:
     from mindspeed_asyncflow.data.builtin_models import ensure_model
     from mindspeed_asyncflow.data.prompts import PromptSet
-    from mindspeed_asyncflow.data.tasks import make_task
+    from mindspeed_asyncflow.data.sources import make_sources
     from mindspeed_asyncflow.data.tokenizers import load_tokenizer
     from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
     from mindspeed_asyncflow.service.session import Session
@@ -88,8 +88,8 @@ def _session(config: Config, folder: Any, progress: Any) -> Any:
 
     progress.phase("preparing model")
     model_folder = ensure_model(config.model, config.data, config.run.seed, progress.note)
-    tokenizer = load_tokenizer(model_folder)
-    prompts = PromptSet.build(make_task(config.data), tokenizer, config.data, config.run.seed)
+    tokenizer = load_tokenizer(model_folder, config.data.chat_template)
+    prompts = PromptSet.build(make_sources(config.data), tokenizer, config.data, config.run.seed)
     metrics = MetricsWriter(folder, tensorboard=False)
     recorder = StepRecorder(config, metrics, SamplesWriter(folder), progress, str)
     return Session(config, folder, model_folder, tokenizer, prompts, recorder)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mindspeed_asyncflow.config import feasibility, learning, schedules
+from mindspeed_asyncflow.config import feasibility, learning, rules_data, schedules
 from mindspeed_asyncflow.config.machine import Machine
 from mindspeed_asyncflow.config.model import describe
 from mindspeed_asyncflow.config.parallel import check_parallel
@@ -30,7 +30,7 @@ class Finding:
 
 def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = None) -> list[Finding]:
     """All findings, errors first. `model` is the Hugging Face config of `model.source`, where it is known already."""
-    rules = (learning.rules, _batches, _data, _rollout, _trainer, schedules.rules)
+    rules = (learning.rules, _batches, rules_data.rules, _rollout, _trainer, schedules.rules)
     found = [Finding(*f) for rule in rules for f in rule(config)]
     shape = None
     try:
@@ -91,35 +91,6 @@ def _batches(c: Config) -> Iterator[Raw]:
 
 def _multiple(value: int, divisor: int) -> int:
     return max(divisor, round(value / divisor) * divisor)
-
-
-def _data(c: Config) -> Iterator[Raw]:
-    d, groups = c.data, c.workflow.groups_per_step
-    training = d.size - d.heldout
-    if training < 1:
-        yield "error", ("data.heldout", "data.size"), f"{d.heldout} held-out prompts of {d.size} leave none to train on"
-        return
-    per_epoch = training // groups if d.drop_last else -(-training // groups)
-    if per_epoch == 0:
-        yield (
-            "error",
-            ("data.size", "data.heldout", "workflow.groups_per_step", "data.drop_last"),
-            f"{training} training prompts < {groups} groups per step, and drop_last leaves them out: no step at all",
-        )
-    elif per_epoch * d.epochs < c.trainer.steps:
-        yield (
-            "error",
-            ("trainer.steps", "data.epochs", "data.size"),
-            f"data ends after {per_epoch * d.epochs} steps ({training} training prompts, {d.epochs} epochs, "
-            f"{groups} groups per step) but {c.trainer.steps} are asked; "
-            f"raise data.epochs to {-(-c.trainer.steps // per_epoch)}",
-        )
-    if c.evaluation.prompts > d.heldout:
-        yield (
-            "warning",
-            ("evaluation.prompts", "data.heldout"),
-            f"only {d.heldout} prompts are held out, {c.evaluation.prompts} are asked; the {d.heldout} are used",
-        )
 
 
 def _rollout(c: Config) -> Iterator[Raw]:

@@ -119,9 +119,6 @@ def _rollout_split(config: Config, model: ModelShape) -> Iterator[Raw]:
 
 
 def _files(config: Config) -> Iterator[Raw]:
-    kind, _, file = config.data.task.partition(":")
-    if kind == "jsonl" and not Path(file).is_file():
-        yield "error", ("data.task",), f"{file or '(no name)'}: no such file"
     for key, folder in (("run.folder", config.run.folder), ("model.cache", config.model.cache)):
         blocked = [p for p in (Path(folder), *Path(folder).parents) if p.exists() and not p.is_dir()]
         there = next((p for p in (Path(folder).absolute(), *Path(folder).absolute().parents) if p.is_dir()), Path("/"))

@@ -121,12 +121,23 @@ def _short(value: Any) -> str:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """`config` finds its model from every working directory."""
-    model = config.model
+    """`config` finds its model and data from every working directory."""
+    model, data = config.model, config.data
     places = {"cache": str(Path(model.cache).absolute())}
     if not model.source.startswith(("builtin:", "package:")):
         places["source"] = str(Path(model.source).absolute())
-    return config.model_copy(update={"model": model.model_copy(update=places)})
+    found: dict[str, Any] = {"task": _absolute_task(data.task)}
+    for several in ("mix", "validation"):
+        sources = getattr(data, several)
+        found[several] = [source.model_copy(update={"task": _absolute_task(source.task)}) for source in sources]
+    if data.chat_template is not None:
+        found["chat_template"] = str(Path(data.chat_template).absolute())
+    return config.model_copy(update={"model": model.model_copy(update=places), "data": data.model_copy(update=found)})
+
+
+def _absolute_task(task: str) -> str:
+    kind, _, place = task.partition(":")
+    return f"file:{Path(place).absolute()}" if kind == "file" and place else task
 
 
 def dump_resolved(config: Config) -> str:

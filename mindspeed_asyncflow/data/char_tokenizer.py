@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # END is the EOS
 ROLES = ["system", "user", "assistant"]
 CHARACTERS = ["\n", *"0123456789", ">", "+", "="]
-TOKENS = [PAD, START, END, *ROLES, *CHARACTERS]
+ARITHMETIC = [*CHARACTERS, "-", "*", "(", ")"]
 
 _CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -15,8 +16,14 @@ _CHAT_TEMPLATE = (
 )
 
 
-def make_char_tokenizer() -> Any:
-    """A fast tokenizer of the 20 `TOKENS`, with exact round trip. Any other character is an error, never dropped.
+def tokens_of(characters: Sequence[str] = CHARACTERS) -> list[str]:
+    """All tokens, in the order of their ids."""
+    return [PAD, START, END, *ROLES, *characters]
+
+
+def make_char_tokenizer(characters: Sequence[str] = CHARACTERS) -> Any:
+    """A fast tokenizer of `tokens_of(characters)`, with exact round trip. Any other character is an error, never
+    dropped.
 
     Built from the same pieces as Qwen2's (byte-level BPE, here without merges): `AutoTokenizer` rebuilds a
     tokenizer that lies beside a Qwen2 config from its vocabulary alone, and must come to the same ids.
@@ -25,7 +32,7 @@ def make_char_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     spelled = {"\n": "Ċ"}  # how byte-level vocabularies write a line end
-    vocabulary = {spelled.get(token, token): index for index, token in enumerate(TOKENS)}
+    vocabulary = {spelled.get(token, token): index for index, token in enumerate(tokens_of(characters))}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<none>"))  # absent on purpose: unknown raises
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()

@@ -27,8 +27,11 @@ class ReasoningGym:
         self._made: Any = None
 
     def problems(self, size: int, seed: int) -> list[Problem]:
-        items = self._create(size=size, seed=seed)
-        return [Problem(prompt=item["question"], truth=json.dumps(item, default=str)) for item in items]
+        return [Problem(item["question"], json.dumps(item, default=str)) for item in self.items(size, seed)]
+
+    def items(self, size: int, seed: int) -> list[dict[str, Any]]:
+        """The library's own records: question, answer and metadata."""
+        return list(self._create(size=size, seed=seed))
 
     def score(self, text: str, truth: str, finished: bool) -> float:
         """The dataset's own score of the answer in `text`; unfinished answers get 0.

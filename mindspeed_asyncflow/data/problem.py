@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
@@ -12,6 +13,8 @@ Message = dict[str, str]  # {"role": ..., "content": ...}
 class Problem:
     prompt: str | tuple[Message, ...]  # plain text, or a conversation for the chat template
     truth: str  # opaque to everybody but the scorer
+    id: str | None = None  # None: its number in its source stands for it
+    fields: dict[str, Any] = field(default_factory=dict)  # what else the data has, as JSON values
 
     @property
     def text(self) -> str:

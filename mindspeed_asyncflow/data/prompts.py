@@ -1,29 +1,30 @@
-"""Prompts as token ids, held-out ones apart, and the order in which they are trained on."""
+"""Prompts as token ids, those for evaluation apart from those that are trained on."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mindspeed_asyncflow.data.problem import Problem
-from mindspeed_asyncflow.data.tokenizers import encode_prompts
+from mindspeed_asyncflow.data.sources import Source, Sources
+from mindspeed_asyncflow.data.tokenizers import cut, encode_prompts, with_system
 from mindspeed_asyncflow.errors import DataError
 
 if TYPE_CHECKING:
     from mindspeed_asyncflow.config.schema import DataConfig
-    from mindspeed_asyncflow.data.tasks import Task
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    ids: np.ndarray  # int32 [P]
+    ids: np.ndarray  # int32 [P], exactly what the engine gets
     truth: str
     text: str
-    fields: str = "{}"  # JSON object for scorers and environments
+    fields: str = "{}"  # JSON object for scorers and environments: prompt, id, source, and the data's other columns
 
 
 def split_problems(problems: Sequence[Problem], heldout: int, seed: int) -> tuple[list[Problem], list[Problem]]:
@@ -31,36 +32,112 @@ def split_problems(problems: Sequence[Problem], heldout: int, seed: int) -> tupl
 
     Depends on nothing but its arguments: whoever needs to stay away from the held-out prompts finds the same ones.
     """
+    training, apart = _split(problems, heldout, seed)
+    return [problems[index] for index in training], [problems[index] for index in apart]
+
+
+def _split(problems: Sequence[Problem], heldout: int, seed: int) -> tuple[list[int], list[int]]:
     order = np.random.default_rng([seed, 0]).permutation(len(problems))
-    kept_apart: dict[str, Problem] = {}
+    apart: dict[str, int] = {}
     for index in order:
-        if len(kept_apart) == heldout:
+        if len(apart) == heldout:
             break
-        kept_apart.setdefault(problems[index].text, problems[index])
-    training = [problem for problem in problems if problem.text not in kept_apart]
-    if len(kept_apart) < heldout or not training:
+        apart.setdefault(problems[index].text, int(index))
+    training = [index for index, problem in enumerate(problems) if problem.text not in apart]
+    if len(apart) < heldout or not training:
         raise DataError(f"{len(problems)} problems are too few to hold out data.heldout={heldout} and still train")
-    return training, list(kept_apart.values())
+    return training, list(apart.values())
+
+
+Numbered = tuple[int, int, Problem]  # (number of its source, number in the source, problem)
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """What the sources gave, apart."""
+
+    train: list[Numbered]  # in the order of the sources
+    heldout: list[Numbered]
+    notes: list[str]
+
+
+def draw(sources: Sources, heldout: int, seed: int) -> Problems:
+    """Make or read the problems of all sources and set those for evaluation apart.
+
+    These are the validation sources' where there are some, else `heldout` ones of all. A training prompt that is
+    asked in validation too is left out of training and counted.
+    """
+    made, notes = _made([*sources.train, *sources.validation], seed)
+    first = len(sources.train)
+    train = [each for each in made if each[0] < first]
+    if not sources.validation:
+        kept, apart = _split([problem for _, _, problem in train], heldout, seed)
+        return Problems([train[index] for index in kept], [train[index] for index in apart], notes)
+    validation = [each for each in made if each[0] >= first]
+    asked = {problem.text for _, _, problem in validation}
+    remaining = [each for each in train if each[2].text not in asked]
+    if len(remaining) < len(train):
+        both = len(train) - len(remaining)
+        notes.append(f"{both} training prompts are also in data.validation and were left out of training")
+    if not remaining:
+        raise DataError("no usable rows: every training prompt is also in data.validation")
+    return Problems(remaining, validation, notes)
+
+
+def _made(sources: Sequence[Source], seed: int) -> tuple[list[Numbered], list[str]]:
+    made: list[Numbered] = []
+    notes: list[str] = []
+    for number, source in enumerate(sources):
+        made += [(number, index, problem) for index, problem in enumerate(source.problems(seed))]
+        notes += source.notes
+    return made, notes
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    train: list[Prompt]
+    train: list[Prompt]  # in the order of the sources
     heldout: list[Prompt]
-    dropped_too_long: int  # of both parts
+    dropped_too_long: int = 0  # of both parts
+    sizes: list[int] = field(default_factory=list)  # training prompts of each source
+    weights: list[float] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
 
     @classmethod
-    def build(cls, task: Task, tokenizer: Any, data: DataConfig, seed: int) -> PromptSet:
-        """Make, split, encode; prompts of more than `data.max_prompt_tokens` tokens are dropped and counted."""
-        parts = split_problems(task.problems(data.size, seed), data.heldout, seed)
-        encoded = [_encode(tokenizer, part, data.chat) for part in parts]
-        train, heldout = ([p for p in part if len(p.ids) <= data.max_prompt_tokens] for part in encoded)
-        dropped = sum(map(len, encoded)) - len(train) - len(heldout)
-        if not train:
+    def build(cls, sources: Sources, tokenizer: Any, data: DataConfig, seed: int) -> PromptSet:
+        """Make or read, set apart, encode, and treat prompts above `data.max_prompt_tokens` as `data.too_long` says.
+
+        Training and evaluation prompts go the same way, and are counted by the ids that the engine gets. Raises
+        `DataError` where a source has no usable row, or a prompt is too long and that is refused.
+        """
+        problems = draw(sources, data.heldout, seed)
+        heldout, dropped_heldout, cut_heldout = _encode(tokenizer, problems.heldout, data)
+        found, dropped, shortened = _encode(tokenizer, problems.train, data)
+        dropped, shortened = dropped + dropped_heldout, shortened + cut_heldout
+        if not found:
             raise DataError(
                 f"no usable rows: all {dropped} prompts are longer than data.max_prompt_tokens={data.max_prompt_tokens}"
             )
-        return cls(train, heldout, dropped)
+        if problems.heldout and not heldout:
+            raise DataError(
+                f"no usable evaluation prompts: all {len(problems.heldout)} are longer than "
+                f"data.max_prompt_tokens={data.max_prompt_tokens}"
+            )
+        sizes = [0] * len(sources.train)
+        for number, _ in found:
+            sizes[number] += 1
+        if 0 in sizes:
+            raise DataError(f"no usable rows in source {sources.train[sizes.index(0)].task.name} of data.mix")
+        said = list(problems.notes)
+        if dropped:
+            said.append(f"{dropped} prompts are longer than data.max_prompt_tokens and were dropped")
+        if shortened:
+            said.append(f"{shortened} prompts were cut to data.max_prompt_tokens={data.max_prompt_tokens} tokens")
+        weights = [source.weight for source in sources.train]
+        return cls([prompt for _, prompt in found], [prompt for _, prompt in heldout], dropped, sizes, weights, said)
+
+    def notes(self) -> list[str]:
+        """What was left out, cut or dropped, in words for the log; empty where all rows are used as they are."""
+        return list(self.said)
 
     def fingerprint(self) -> str:
         """Hex digest of the training prompts, in order: tells whether a saved position still means the same."""
@@ -70,79 +147,29 @@ class PromptSet:
         return digest.hexdigest()
 
 
-def _encode(tokenizer: Any, problems: Sequence[Problem], chat: bool) -> list[Prompt]:
-    rows = encode_prompts(tokenizer, [problem.prompt for problem in problems], chat)
-    for problem, ids in zip(problems, rows):
+def _encode(
+    tokenizer: Any, problems: Sequence[Numbered], data: DataConfig
+) -> tuple[list[tuple[int, Prompt]], int, int]:
+    """([(source, prompt)], how many were dropped, how many cut)."""
+    asked = [with_system(problem.prompt, data.system_prompt if data.chat else None) for _, _, problem in problems]
+    rows = encode_prompts(tokenizer, asked, data.chat)
+    found: list[tuple[int, Prompt]] = []
+    dropped = shortened = 0
+    for (source, number, problem), prompt, ids in zip(problems, asked, rows):
+        name = str(number) if problem.id is None else problem.id
         if not len(ids):
-            raise DataError(f"a prompt is empty (answer {problem.truth[:40]!r})")
-    return [Prompt(ids=ids, truth=problem.truth, text=problem.text) for problem, ids in zip(problems, rows)]
-
-
-PromptBatch = list[tuple[int, int, Prompt]]  # (epoch, index in the training set, prompt)
-
-
-class PromptStream:
-    """Batches of training prompts, in a new order each epoch that depends on seed and epoch only.
-
-    An iterator: ends with `StopIteration`, and says so beforehand through `exhausted`.
-    """
-
-    def __init__(self, prompts: PromptSet, seed: int, epochs: int, drop_last: bool, batch: int) -> None:
-        rows = len(prompts.train)
-        if rows < batch and (drop_last or rows == 0):
-            raise DataError(
-                f"{rows} usable rows < batch {batch}: give more data, lower workflow.groups_per_step, "
-                "or set data.drop_last: false"
-            )
-        self._prompts, self._seed, self._epochs, self._batch = prompts, seed, epochs, batch
-        self.batches_per_epoch = rows // batch if drop_last else -(-rows // batch)
-        self._position = 0  # batches given out so far
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # (epoch, its order)
-
-    @property
-    def total_batches(self) -> int:
-        return self.batches_per_epoch * self._epochs
-
-    @property
-    def exhausted(self) -> bool:
-        return self._position >= self.total_batches
-
-    def require(self, steps: int) -> None:
-        """Raise `DataError` if fewer than `steps` batches can ever be given out."""
-        if steps > self.total_batches:
-            raise DataError(
-                f"data ends after {self.total_batches} steps ({self._epochs} epochs x {self.batches_per_epoch}), "
-                f"trainer.steps asks for {steps}: raise data.epochs or lower trainer.steps"
-            )
-
-    def __iter__(self) -> PromptStream:
-        return self
-
-    def __next__(self) -> PromptBatch:
-        if self.exhausted:
-            raise StopIteration
-        epoch, slot = divmod(self._position, self.batches_per_epoch)
-        if self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng([self._seed, 1, epoch]).permutation(len(self._prompts.train)))
-        chosen = self._order[1][slot * self._batch : (slot + 1) * self._batch]
-        self._position += 1
-        return [(epoch, int(index), self._prompts.train[index]) for index in chosen]
-
-    def state(self) -> dict[str, Any]:
-        """Position as plain values (JSON)."""
-        return {
-            "position": self._position,
-            "exhausted": self.exhausted,
-            "seed": self._seed,
-            "batch": self._batch,
-            "batches_per_epoch": self.batches_per_epoch,
-            "prompts": self._prompts.fingerprint(),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state()` was taken; `epochs` may have grown since. Raises `DataError` on other data."""
-        mine = self.state()
-        for key in ("seed", "batch", "batches_per_epoch", "prompts"):
-            if state[key] != mine[key]:
-                raise DataError(f"saved data position has {key}={state[key]!r}, this run has {mine[key]!r}")
-        self._position = int(state["position"])
+            raise DataError(f"a prompt is empty (id {name}, answer {problem.truth[:40]!r})")
+        if len(ids) > data.max_prompt_tokens:
+            if data.too_long == "error":
+                raise DataError(
+                    f"prompt {name} has {len(ids)} tokens, data.max_prompt_tokens is {data.max_prompt_tokens}: raise "
+                    "it, or let data.too_long drop or cut such prompts"
+                )
+            if data.too_long == "drop":
+                dropped += 1
+                continue
+            ids = cut(tokenizer, ids, data.max_prompt_tokens, data.too_long)
+            shortened += 1
+        fields = {**problem.fields, "prompt": prompt, "id": name, "source": source}
+        found.append((source, Prompt(ids, problem.truth, problem.text, json.dumps(fields, ensure_ascii=False))))
+    return found, dropped, shortened

@@ -45,6 +45,13 @@ class SortDigits:
         return _mixed_demonstration(problem, rng)
 
 
+class SortFive(SortDigits):
+    """The same with five digits: `73021>` -> `01237`."""
+
+    name = "sort5"
+    digits = 5
+
+
 class SortLong:
     """The same with lengths drawn log-uniformly, so that a few answers are many times longer than most.
 

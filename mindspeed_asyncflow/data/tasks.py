@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from mindspeed_asyncflow.data.files import Files
 from mindspeed_asyncflow.data.gym import ReasoningGym
-from mindspeed_asyncflow.data.jsonl import JsonLines
-from mindspeed_asyncflow.data.sorting import SortDigits, SortLong
+from mindspeed_asyncflow.data.sorting import SortDigits, SortFive, SortLong
+from mindspeed_asyncflow.data.sums import ChainSum
 from mindspeed_asyncflow.errors import DataError
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class Task(Protocol):
     name: str
 
     def problems(self, size: int, seed: int) -> Sequence[Problem]:
-        """At most `size` problems; the same for the same arguments."""
+        """At most `size` problems; the same for the same arguments. A task with a list `notes` says there what else
+        there is to know about them."""
         ...
 
     def score(self, text: str, truth: str, finished: bool) -> float | None:
@@ -51,21 +53,26 @@ class _Entry:
 
 _BUILTIN: dict[str, _Entry] = {
     "sort4": _Entry(SortDigits, "sort four digits"),
+    "sort5": _Entry(SortFive, "sort five digits"),
     "sort_long": _Entry(SortLong, "sort 4 to 250 digits, few of them long"),
+    "chain_sum": _Entry(ChainSum, "sums and differences of one-digit numbers"),
 }
 _PREFIXED: dict[str, _Entry] = {
     "reasoning_gym": _Entry(ReasoningGym, "reasoning_gym:DATASET"),
-    "jsonl": _Entry(JsonLines, "jsonl:FILE with the fields prompt and answer"),
 }
 
 
-def build_task(name: str, options: dict[str, Any]) -> Task:
-    """The task called `name`: a built-in one, `reasoning_gym:DATASET`, `jsonl:FILE` or `python:MODULE:CLASS`.
+def build_task(name: str, options: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> Task:
+    """The task called `name`: a built-in one, `file:PATH`, `reasoning_gym:DATASET` or `python:MODULE:CLASS`.
 
     Raises `DataError` for an unknown name, for options that the task does not have, and for missing libraries.
     """
     prefix, _, rest = name.partition(":")
+    if columns and prefix != "file":
+        raise DataError(f"data.columns {dict(columns)} is for file: tasks; {name} has no columns")
     try:
+        if prefix == "file" and rest:
+            return Files(rest, dict(columns or {}), **options)
         if name in _BUILTIN:
             return _BUILTIN[name].make(**options)
         if prefix in _PREFIXED and rest:
@@ -73,14 +80,15 @@ def build_task(name: str, options: dict[str, Any]) -> Task:
         if prefix == "python" and rest.count(":") == 1:
             return _user_class(*rest.split(":"))(**options)
     except TypeError as error:
-        raise DataError(f"data.options {options} do not fit task {name}: {error}") from error
-    known = [*_BUILTIN, *(entry.about for entry in _PREFIXED.values()), "python:MODULE:CLASS"]
+        raise DataError(f"data.options {dict(options)} do not fit task {name}: {error}") from error
+    known = [*_BUILTIN, *(entry.about for entry in _PREFIXED.values()), "file:PATH", "python:MODULE:CLASS"]
     raise DataError(f"data.task {name!r} is unknown; there are: {', '.join(known)}")
 
 
-def make_task(data: DataConfig) -> Task:
-    """The task that the settings name."""
-    return build_task(data.task, dict(data.options))
+def named_tasks(data: DataConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Name and options of every source, training ones first: `source` in the fields of a prompt counts these."""
+    train = [(s.task, dict(s.options)) for s in data.mix] or [(data.task, dict(data.options))]
+    return train + [(s.task, dict(s.options)) for s in data.validation]
 
 
 def _user_class(module: str, attribute: str) -> Callable[..., Task]:

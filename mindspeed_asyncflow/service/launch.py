@@ -18,7 +18,7 @@ from mindspeed_asyncflow.config.load import dump_resolved, with_absolute_paths
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.data.builtin_models import ensure_model
 from mindspeed_asyncflow.data.prompts import PromptSet
-from mindspeed_asyncflow.data.tasks import make_task
+from mindspeed_asyncflow.data.sources import make_sources
 from mindspeed_asyncflow.data.tokenizers import load_tokenizer
 from mindspeed_asyncflow.errors import AsyncFlowError, ConfigError, DataError, PlatformError, WorkerLost
 from mindspeed_asyncflow.observe.log import close_logging, get_logger, setup_logging, shown
@@ -100,13 +100,11 @@ class _Launch:
         config, say = self.config, self.progress.phase
         say("preparing model")
         model_folder = ensure_model(config.model, config.data, config.run.seed, self.progress.note)
-        tokenizer = load_tokenizer(model_folder)
+        tokenizer = load_tokenizer(model_folder, config.data.chat_template)
         say("preparing prompts")
-        prompts = PromptSet.build(make_task(config.data), tokenizer, config.data, config.run.seed)
-        if prompts.dropped_too_long:
-            self.progress.note(
-                f"{prompts.dropped_too_long} prompts are longer than data.max_prompt_tokens and were dropped"
-            )
+        prompts = PromptSet.build(make_sources(config.data), tokenizer, config.data, config.run.seed)
+        for note in prompts.notes():
+            self.progress.note(note)
 
         def decode(ids: np.ndarray) -> str:
             return tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -18,7 +18,8 @@ import numpy as np
 
 from mindspeed_asyncflow.config.feasibility import in_place, needed_replicas, own_replicas, sharing_replicas
 from mindspeed_asyncflow.config.schema import Config
-from mindspeed_asyncflow.data.prompts import Prompt, PromptSet, PromptStream
+from mindspeed_asyncflow.data.prompts import Prompt, PromptSet
+from mindspeed_asyncflow.data.stream import PromptStream
 from mindspeed_asyncflow.data.tokenizers import stop_token_ids
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.errors import WorkerLost

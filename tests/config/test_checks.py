@@ -70,7 +70,7 @@ def test_the_defaults_have_no_error():
         (["trainer.sequence_parallel=true"], "trainer.sequence_parallel", "tensor_parallel"),
         (["trainer.tensor_parallel=3"], "trainer.tensor_parallel", "does not divide"),
         (["trainer.expert_parallel=2"], "trainer.expert_parallel", "no experts"),
-        (["data.task=jsonl:nothing.jsonl"], "data.task", "no such file"),
+        (["data.task=file:nothing.jsonl"], "data.task", "no such file or folder"),
         (["model.source=nothing"], "model.source", "no such folder"),
         (["rollout.kv_cache_mb=1", "rollout.max_new_tokens=600"], "rollout.kv_cache_mb", "664 tokens"),
     ],

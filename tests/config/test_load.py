@@ -120,7 +120,7 @@ def test_empty_sections_and_empty_files_mean_the_defaults():
 
 
 def test_resolved_dump_reads_back_equal_and_describes_every_key():
-    config = parse_config("data: {task: 'jsonl:a: b.jsonl', options: {ops: ['+', '-']}}", ["trainer.lr=1e-6"])
+    config = parse_config("data: {task: 'file:a: b.jsonl', options: {ops: ['+', '-']}}", ["trainer.lr=1e-6"])
     text = dump_resolved(config)
     assert parse_config(text) == config
     assert all("  # " in line for line in text.splitlines() if line.startswith("  "))
@@ -135,3 +135,12 @@ def test_the_settings_of_a_run_find_its_model_from_every_folder(tmp_path, monkey
     given = with_absolute_paths(parse_config("", ["model.source=models/qwen", "model.cache=/somewhere"]))
     assert (given.model.source, given.model.cache) == (str(tmp_path / "models" / "qwen"), "/somewhere")
     assert parse_config(dump_resolved(given)) == given
+
+
+def test_the_settings_of_a_run_find_its_data_from_every_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mixed = "data: {mix: [{task: 'file:a/*.csv', weight: 2}, {task: sort4}], validation: [{task: 'file:/b'}]}"
+    data = with_absolute_paths(parse_config(mixed, ["data.chat_template=chat.jinja"])).data
+    assert [source.task for source in data.mix] == [f"file:{tmp_path}/a/*.csv", "sort4"] and data.mix[0].weight == 2
+    assert data.validation[0].task == "file:/b" and data.chat_template == str(tmp_path / "chat.jinja")
+    assert with_absolute_paths(parse_config("data: {task: 'file:x.json'}")).data.task == f"file:{tmp_path}/x.json"

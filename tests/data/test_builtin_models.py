@@ -12,7 +12,7 @@ from mindspeed_asyncflow.data import builtin_models
 from mindspeed_asyncflow.data.builtin_models import Architecture, ensure_model
 from mindspeed_asyncflow.data.prompts import PromptSet
 from mindspeed_asyncflow.data.sorting import SortDigits
-from mindspeed_asyncflow.data.tasks import make_task
+from mindspeed_asyncflow.data.sources import make_sources
 from mindspeed_asyncflow.data.tokenizers import decode_answers, load_tokenizer, stop_token_ids
 from mindspeed_asyncflow.data.warmup import WarmUp
 from mindspeed_asyncflow.errors import DataError
@@ -89,7 +89,7 @@ def test_held_out_prompts_are_never_in_the_warm_up(quick, tmp_path, monkeypatch)
 
     monkeypatch.setattr(builtin_models, "warm_up", record)
     folder = make(tmp_path, [], seed=3)
-    prompts = PromptSet.build(make_task(SMALL_DATA), load_tokenizer(folder), SMALL_DATA, seed=3)
+    prompts = PromptSet.build(make_sources(SMALL_DATA), load_tokenizer(folder), SMALL_DATA, seed=3)
     assert len(shown) == 80 and set(shown).isdisjoint(prompt.text for prompt in prompts.heldout)
     assert sorted(shown) == sorted(prompt.text for prompt in prompts.train)
 
@@ -98,7 +98,7 @@ def test_a_task_without_demonstrations_cannot_warm_up_a_model(quick, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1", "answer": "1"}\n' * 3)
     with pytest.raises(DataError, match="bring demonstrations"):
-        make(tmp_path, [], data=DataConfig(task=f"jsonl:{rows}", heldout=0))
+        make(tmp_path, [], data=DataConfig(task=f"file:{rows}", heldout=0))
 
 
 def test_a_folder_of_the_user_is_taken_as_it_is_and_anything_else_refused(tmp_path):
@@ -129,7 +129,7 @@ def test_the_default_model_starts_at_about_a_fifth_of_the_reward(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.num_parameters() == 594_048 and model.config.hidden_size // model.config.num_attention_heads == 32
     tokenizer, task = load_tokenizer(folder), SortDigits()
-    prompts = PromptSet.build(task, tokenizer, data, seed=0).heldout
+    prompts = PromptSet.build(make_sources(data), tokenizer, data, seed=0).heldout
     answers = sample(model, prompts, 5, seed=random.Random(0).randrange(100))
     stops = stop_token_ids(folder, tokenizer)
     ended = [any(token in stops for token in answer) for answer in answers]

@@ -5,8 +5,9 @@ import pytest
 from mindspeed_asyncflow.config.schema import DataConfig
 from mindspeed_asyncflow.data.char_tokenizer import make_char_tokenizer
 from mindspeed_asyncflow.data.problem import Problem
-from mindspeed_asyncflow.data.prompts import PromptSet, PromptStream, split_problems
-from mindspeed_asyncflow.data.tasks import make_task
+from mindspeed_asyncflow.data.prompts import PromptSet, split_problems
+from mindspeed_asyncflow.data.sources import Source, Sources, make_sources
+from mindspeed_asyncflow.data.stream import PromptStream
 from mindspeed_asyncflow.errors import DataError
 
 
@@ -40,9 +41,13 @@ class Numbers:
         return 0.0
 
 
+def one(task):
+    return Sources([Source(task, 10000)])
+
+
 def build(count, heldout=0, limit=64, repeats=1, seed=0):
     data = DataConfig(size=10000, heldout=heldout, max_prompt_tokens=limit)
-    return PromptSet.build(Numbers(count, repeats), make_char_tokenizer(), data, seed)
+    return PromptSet.build(one(Numbers(count, repeats)), make_char_tokenizer(), data, seed)
 
 
 def stream(rows, batch, epochs=1, drop_last=True, seed=0):
@@ -80,7 +85,7 @@ def test_long_prompts_are_dropped_and_counted():
 
 
 def test_default_task_fits():
-    prompts = PromptSet.build(make_task(DataConfig()), make_char_tokenizer(), DataConfig(), seed=0)
+    prompts = PromptSet.build(make_sources(DataConfig()), make_char_tokenizer(), DataConfig(), seed=0)
     assert (len(prompts.train), len(prompts.heldout), prompts.dropped_too_long) == (9600, 400, 0)
 
 
@@ -93,7 +98,7 @@ def test_holding_out_everything_is_an_error(count, heldout):
 def test_fewer_usable_rows_than_a_batch_is_an_error_at_the_start():
     """B86: 5 rows of which 3 survive the length filter."""
     data = DataConfig(heldout=0, max_prompt_tokens=3)
-    usable = PromptSet.build(Texts("1", "2", "3", "4444", "5555"), make_char_tokenizer(), data, 0)
+    usable = PromptSet.build(one(Texts("1", "2", "3", "4444", "5555")), make_char_tokenizer(), data, 0)
     with pytest.raises(DataError, match="3 usable rows < batch 4"):
         PromptStream(usable, 0, 1, True, 4)
     assert [len(batch) for batch in PromptStream(usable, 0, 1, False, 4)] == [3]
@@ -103,7 +108,7 @@ def test_no_usable_row_at_all_is_an_error():
     """B86"""
     data = DataConfig(heldout=0, max_prompt_tokens=3)
     with pytest.raises(DataError, match="no usable rows: all 2 prompts are longer"):
-        PromptSet.build(Texts("4444", "5555"), make_char_tokenizer(), data, 0)
+        PromptSet.build(one(Texts("4444", "5555")), make_char_tokenizer(), data, 0)
 
 
 @pytest.mark.parametrize("drop_last, sizes", [(True, [4, 4]), (False, [4, 4, 2])])

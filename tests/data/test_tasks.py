@@ -5,18 +5,20 @@ import pytest
 
 from mindspeed_asyncflow.config.schema import DataConfig
 from mindspeed_asyncflow.data.gym import ReasoningGym
-from mindspeed_asyncflow.data.tasks import Demonstrating, Task, build_task, make_task
+from mindspeed_asyncflow.data.sources import make_sources
+from mindspeed_asyncflow.data.tasks import Demonstrating, Task, build_task
 from mindspeed_asyncflow.errors import DataError
 
 
 def test_the_settings_name_a_task():
-    task = make_task(DataConfig())
+    (source,) = make_sources(DataConfig()).train
+    task = source.task
     assert task.name == "sort4" and isinstance(task, Task) and isinstance(task, Demonstrating)
 
 
-@pytest.mark.parametrize("name", ["sort5", "jsonl:", "jsonl", "python:os", ""])
+@pytest.mark.parametrize("name", ["sort6", "file:", "file", "jsonl:rows.jsonl", "python:os", ""])
 def test_an_unknown_name_is_refused_with_the_known_ones(name):
-    with pytest.raises(DataError, match="sort4, sort_long, reasoning_gym:DATASET, jsonl:FILE"):
+    with pytest.raises(DataError, match="sort4, sort5, sort_long, chain_sum, reasoning_gym:DATASET, file:PATH"):
         build_task(name, {})
 
 
