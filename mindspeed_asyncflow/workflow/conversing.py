@@ -274,10 +274,11 @@ def continued(request: GenRequest, answer: Completion, reply: np.ndarray) -> Gen
     )
 
 
-def turns_of(
-    ids: np.ndarray, mask: np.ndarray, clean: Callable[[np.ndarray], str], decode: Callable[[np.ndarray], str]
-) -> list[Turn]:
-    """The turns of a whole answer, ids and mask [L] each. Replies come with what the template puts around them."""
+def turns_of(ids: np.ndarray, mask: np.ndarray, decode: Callable[[Sequence[np.ndarray]], list[str]]) -> list[Turn]:
+    """The turns of a whole answer, ids and mask [L] each. Replies come with what the template puts around them.
+
+    `decode`: ids [L] of several texts, without the tokens that end them. The last turn is always the model's.
+    """
     cuts = np.flatnonzero(np.diff(mask)) + 1
-    parts = zip(np.split(ids, cuts), np.split(mask, cuts))
-    return [Turn(MODEL, clean(i)) if m[0] else Turn(REPLY, decode(i)) for i, m in parts if len(i)]
+    roles = [MODEL if part[0] else REPLY for part in np.split(mask, cuts)] if len(mask) else [MODEL]
+    return [Turn(role, text) for role, text in zip(roles, decode(np.split(ids, cuts)))]

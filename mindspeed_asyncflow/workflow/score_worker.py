@@ -26,6 +26,7 @@ from mindspeed_asyncflow.engines.base import RolloutEngine
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.rewards.base import Answer
 from mindspeed_asyncflow.rewards.pool import Score, ScorerPool
+from mindspeed_asyncflow.workflow.conversing import turns_of
 from mindspeed_asyncflow.workflow.workers import RowBatch
 
 FINISHED = 0  # code of the `finish` column for an answer that the policy ended itself
@@ -107,11 +108,19 @@ class ScoreWorker:
         )
 
     def _answers(self, columns: Mapping[str, Any]) -> list[Answer]:
-        texts = self.decode(columns["response_ids"])
+        """Of a conversation, what the model said last, and all turns as a field."""
+        talks = []
+        if self.masks:
+            pairs = zip(columns["response_ids"], columns["response_mask"])
+            talks = [turns_of(np.asarray(ids), np.asarray(mask), self.decode) for ids, mask in pairs]
+        texts = [turns[-1].text for turns in talks] if talks else self.decode(columns["response_ids"])
         truths, fields = ([bytes(t).decode("utf-8") for t in columns[name]] for name in ("truth", "fields"))
         finished = [bool(code == FINISHED) for code in columns["finish"]]
         tokens = [len(ids) for ids in columns["response_ids"]]
-        return [answer_of(*each) for each in zip(texts, truths, finished, fields, tokens)]
+        answers = [answer_of(*each) for each in zip(texts, truths, finished, fields, tokens)]
+        for answer, turns in zip(answers, talks):
+            answer.fields["turns"] = [turn._asdict() for turn in turns]
+        return answers
 
     def _punishments(self, columns: Mapping[str, Any]) -> np.ndarray:
         """[n], at most 0."""

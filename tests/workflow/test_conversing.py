@@ -2,19 +2,27 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from mindspeed_asyncflow.config.schema import AlgorithmConfig, Config, RolloutConfig, TurnsConfig
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, grpo_tasks
 from mindspeed_asyncflow.dock.server import DockServer
 from mindspeed_asyncflow.environments.base import MODEL, REPLY, Turn
-from mindspeed_asyncflow.environments.pool import Reply
+from mindspeed_asyncflow.environments.pool import EnvironmentPool, Reply
 from mindspeed_asyncflow.errors import DeadlineExceeded, EngineError
 from mindspeed_asyncflow.records import GenRequest, PromptRow, SamplingSpec, VersionSpan
+from mindspeed_asyncflow.rewards.pool import Score
 from mindspeed_asyncflow.workflow.conversing import Tally, turns_of
+from mindspeed_asyncflow.workflow.score_worker import ScoreWorker
+from mindspeed_asyncflow.workflow.train_worker import ChunkRules, TrainWorker
 from mindspeed_asyncflow.workflow.workers import RolloutWorker, RowBatch
+from tests.engines.bench import VOCAB, make_engine, make_model
+from tests.engines.megatron.rank_group import RankGroup
+from tests.workflow import turn_gradients
 from tests.workflow.partial_engine import BASE, QUIET, Replica, manifest
 from tests.workflow.turn_engine import EOS, WRITTEN, Partner, conversation, turn_engine
 
@@ -190,13 +198,10 @@ def test_a_broken_engine_is_told_to_the_caller(engine):
 def test_turns_of_an_answer_are_cut_at_its_mask():
     ids, mask = np.array([5, EOS, 7, 8, 6], np.int32), np.array([1, 1, 0, 0, 1], np.uint8)
 
-    def words(ids):
-        return " ".join(map(str, ids.tolist()))
+    def words(texts):
+        return [" ".join(str(i) for i in ids.tolist() if i != EOS) for ids in texts]
 
-    def clean(ids):
-        return words(ids[ids != EOS])
-
-    assert turns_of(ids, mask, clean, words) == [Turn(MODEL, "5"), Turn(REPLY, "7 8"), Turn(MODEL, "6")]
+    assert turns_of(ids, mask, words) == [Turn(MODEL, "5"), Turn(REPLY, "7 8"), Turn(MODEL, "6")]
 
 
 @pytest.fixture(scope="module")
@@ -257,3 +262,82 @@ def test_a_stop_in_the_middle_gives_the_rows_back_and_they_start_again(engine, d
     again = dock.claim("rollout", 2, partition="stopped", worker="w", unit="rows", policy="oldest", timeout_s=0.0)
     report = worker.generate(again.claim_id, RowBatch(again.rows, again.group_ids, again.members))
     assert report.samples == 2 and report.conversations.turns == [3, 3]
+
+
+# -- through the dock into the trainer ---------------------------------------------------------------------------------
+
+
+class Recording:
+    """A training engine that remembers what it gets."""
+
+    def __init__(self) -> None:
+        self.batches = []
+
+    def forward_backward(self, micro_batches):
+        self.batches += micro_batches
+        return {}
+
+
+class Uneven:
+    def score(self, answers):
+        return [Score(float(i)) for i in range(len(answers))]
+
+
+@pytest.mark.slow
+def test_what_the_environment_wrote_gives_no_gradient_from_engine_to_trainer(dock, tmp_path):
+    """B28, B32: real reference engine, environment processes, dock, scorer, packing and trainer."""
+    folder, longest = make_model(tmp_path / "model", "dense", 0), 24
+    engine = make_engine("reference", folder, RolloutConfig(engine="reference"))
+    turns = TurnsConfig(environment="python:tests.environments.samples:Counter", max_turns=3)
+    spec = SamplingSpec(longest, stop_token_ids=tuple(range(3, VOCAB, 5)))
+    pool = EnvironmentPool(turns)
+    worker = RolloutWorker(
+        engine, dock, spec, name="r", seed=5, commit_groups=1, timeout_s=60.0, tracer=QUIET,
+        conversation=conversation(pool, in_rounds=True, first=10),
+    )  # fmt: skip
+    columns = ["prompt_ids", "response_ids", "response_mask", "rollout_logprobs"]
+    seen = []
+    try:
+        for name in ("once", "twice"):
+            claim = claim_of(dock, name)
+            worker.generate(claim.claim_id, RowBatch(claim.rows, claim.group_ids, claim.members))
+            seen.append({k: [np.array(x) for x in v] for k, v in dock.read(claim.rows, columns).items()})
+        answers = zip(*(seen[1][name] for name in columns))
+        for prompt, ids, mask, logprobs in answers:  # the engine's own view of the whole answer
+            again = engine.score([(prompt, ids)])[0]
+            np.testing.assert_allclose(again[mask == 1], logprobs[mask == 1], atol=1e-4)
+    finally:
+        engine.close()
+        pool.close()
+    for name in columns:
+        assert all(np.array_equal(a, b) for a, b in zip(seen[0][name], seen[1][name])), "not repeatable"
+    config = Config(turns=turns, algorithm=AlgorithmConfig(group_size=2))
+    scored = dock.claim("reward", 1, partition="twice", worker="s", unit="groups", timeout_s=0.0)
+    scorer = ScoreWorker(Uneven(), dock, lambda texts: [""] * len(texts), config, name="s", tracer=QUIET)
+    scorer.score(scored.claim_id, RowBatch(scored.rows, scored.group_ids, scored.members))
+    recording = Recording()
+    trainer = TrainWorker(
+        recording, dock, config.algorithm, name="t", replica=0, publisher=None, tracer=QUIET, conversations=True
+    )
+    rows = claim.rows.tolist()
+    trainer.train([[rows]], dict.fromkeys(rows, (0, 0)), {r: (0, i) for i, r in enumerate(rows)}, ChunkRules(0))
+    (batch,) = recording.batches
+    sampled = np.concatenate(seen[1]["response_mask"])
+    assert (written := int((sampled == 0).sum())) > 0 and batch.num_valid_tokens == sampled.sum()
+    answer = np.zeros(len(batch.targets), bool)
+    for end, ids in zip(batch.cu_seqlens[1:], seen[1]["response_ids"]):
+        answer[end - len(ids) : end] = True
+    masked = answer & (batch.loss_mask == 0)
+    assert masked.sum() == written
+    other = replace(batch, targets=np.where(masked, (batch.targets + 1) % VOCAB, batch.targets))
+    unmasked = replace(batch, loss_mask=answer.astype(np.float32), advantages=answer.astype(np.float32))
+    group = RankGroup(1)
+    try:
+        true, replaced, all_trained = group.run(
+            turn_gradients.gradients, folder=folder, batches=[batch, other, unmasked]
+        )[0]
+    finally:
+        group.close()
+    assert any(np.abs(g).max() > 0 for g in true.values())
+    assert all(np.array_equal(true[n], replaced[n]) for n in true)
+    assert any(not np.allclose(true[n], all_trained[n]) for n in true)

@@ -124,6 +124,24 @@ def test_the_kl_of_each_token_is_taken_off_and_returns_are_summed_to_the_end(tok
     np.testing.assert_allclose(read["token_advantages"][2], [0.9, 0.95], atol=1e-6)
 
 
+def test_of_a_conversation_the_last_turn_is_scored_and_all_turns_are_a_field(dock):
+    config = settings(turns={"environment": "calculator"})
+    masks = [[1, 0, 1], [1] * 5, [1, 1], [1, 0, 0, 1]]
+    _, batch, claim = answered(dock, lengths=[3, 5, 2, 4], mask=masks)
+    pool = Fixed([1.0, 0.0, 1.0, 0.0])
+
+    def words(texts):
+        return [" ".join(str(int(i)) for i in ids) for ids in texts]
+
+    ScoreWorker(pool, dock, words, config, name="s", tracer=QUIET).score(claim, batch)
+    assert [a.text for a in pool.asked] == ["2", "0 1 2 3 4", "0 1", "3"]
+    assert pool.asked[3].fields["turns"] == [
+        {"role": "assistant", "text": "0"},
+        {"role": "environment", "text": "1 2"},
+        {"role": "assistant", "text": "3"},
+    ]
+
+
 def test_tokens_of_an_environment_have_no_part_in_the_kl(token_dock):
     config = settings(
         algorithm={"advantage": "reinforce_pp", "kl_coef": 0.1, "kl_in": "reward", "kl_type": "k1"},

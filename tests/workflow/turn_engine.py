@@ -9,7 +9,6 @@ import numpy as np
 
 from mindspeed_asyncflow.engines.step_backend import Finished
 from mindspeed_asyncflow.engines.stepped import SteppedEngine
-from mindspeed_asyncflow.environments.base import MODEL, Turn
 from mindspeed_asyncflow.environments.pool import Reply
 from mindspeed_asyncflow.environments.rendering import Rendered
 from mindspeed_asyncflow.workflow.conversing import Conversation
@@ -41,10 +40,13 @@ def turn_engine() -> SteppedEngine:
 
 
 class Words:
-    """Replies as ids: WRITTEN + 0, 1, ... for every character."""
+    """Replies as ids: `first` + 0, 1, ... for every character."""
+
+    def __init__(self, first: int = WRITTEN) -> None:
+        self.first = first
 
     def render(self, prompt, seen, turns):
-        return Rendered(np.arange(len(turns[-1].text), dtype=np.int32) + WRITTEN, "drift" in turns[-1].text)
+        return Rendered(np.arange(len(turns[-1].text), dtype=np.int32) + self.first, "drift" in turns[-1].text)
 
 
 class Partner:
@@ -77,12 +79,8 @@ class Partner:
         self.closed = True
 
 
-def conversation(partner, max_turns: int = 3, in_rounds: bool = False) -> Conversation:
+def conversation(partner, max_turns: int = 3, in_rounds: bool = False, first: int = WRITTEN) -> Conversation:
     def clean(ids: np.ndarray) -> str:
         return " ".join(str(i) for i in ids.tolist() if i != EOS)
 
-    return Conversation(partner, Words(), lambda ids: str(ids.tolist()), clean, max_turns, in_rounds)
-
-
-def model_turns(turns: list[Turn]) -> int:
-    return sum(t.role == MODEL for t in turns)
+    return Conversation(partner, Words(first), lambda ids: str(ids.tolist()), clean, max_turns, in_rounds)
