@@ -25,7 +25,7 @@ class Answers:
     """Which of N tokens belong to which of S answers."""
 
     def __init__(self, index: torch.Tensor, count: int) -> None:
-        self.index, self.count = index, count  # int64 [N], 0 .. S-1
+        self.index, self.count = index, count  # int [N], 0 .. S-1
         self._tokens: torch.Tensor | None = None
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,8 @@ def gmpo(t: Tokens, cfg: AlgorithmConfig) -> TokenLoss:
     kept = sign * torch.minimum(sign * gap, sign * bounded)
     ratio = t.answers.spread(safe_exp(t.answers.mean(kept), RATIO_CAP))
     loss = -t.answers.spread(t.answers.mean(t.advantages)) * ratio
-    return TokenLoss(loss, ratio.detach(), kept.detach() != gap.detach(), _never(gap))
+    gap = gap.detach()
+    return TokenLoss(loss, safe_exp(gap, RATIO_CAP), kept.detach() != gap, _never(gap))
 
 
 def cispo(t: Tokens, cfg: AlgorithmConfig) -> TokenLoss:
@@ -131,7 +132,8 @@ def sapo(t: Tokens, cfg: AlgorithmConfig) -> TokenLoss:
 def dppo_tv(t: Tokens, cfg: AlgorithmConfig) -> TokenLoss:
     """-sg[min(ratio, dppo_cap)] A log pi, without tokens whose *probability* moved too far in the wanted direction.
 
-    Masked: A > 0 and p - p_old > clip_high, or A <= 0 and p - p_old < -clip_low (DPPO with total variation).
+    Masked: A > 0 and p - p_old > clip_high, or A <= 0 and p - p_old < -clip_low (DPPO with
+    the total variation of "this token or another", arXiv 2602.04879).
     """
     ratio = safe_exp((t.logprobs - t.old).detach(), RATIO_CAP)
     moved = t.logprobs.detach().exp() - t.old.exp()

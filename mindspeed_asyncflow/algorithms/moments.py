@@ -57,10 +57,11 @@ def rescale(algorithm: AlgorithmConfig, tokens: Moments, rewards: Moments) -> tu
     """(shift, factor) such that the batch trains on (advantage - shift) * factor.
 
     `tokens`: of the advantages of all trained tokens; `rewards`: of all rewards of the batch. Whitening is
-    (A - mean) / sqrt(population variance + 1e-8); grpo_batch divides by the rewards' standard deviation (Bessel).
+    (A - mean) / sqrt(variance + 1e-8); grpo_batch divides by the rewards' standard deviation + advantage_eps. Both with
+    Bessel's correction.
     """
     if not algorithm.batch_level:
         return 0.0, 1.0
     if algorithm.advantage == "grpo_batch":
         return 0.0, 1.0 / (rewards.std + algorithm.advantage_eps)
-    return tokens.mean, (tokens.variance + WHITEN_EPS) ** -0.5
+    return tokens.mean, (tokens.std**2 + WHITEN_EPS) ** -0.5

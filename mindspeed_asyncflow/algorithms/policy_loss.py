@@ -10,7 +10,8 @@ import torch
 from mindspeed_asyncflow.algorithms.aggregate import token_weights
 from mindspeed_asyncflow.algorithms.corrections import Correction, correct, mismatch, proximal_logprobs
 from mindspeed_asyncflow.algorithms.kl import kl_loss
-from mindspeed_asyncflow.algorithms.losses import Answers, TokenLoss, Tokens, registered_loss
+from mindspeed_asyncflow.algorithms.losses import RATIO_CAP, Answers, TokenLoss, Tokens, registered_loss
+from mindspeed_asyncflow.algorithms.safe_exp import safe_exp
 from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.records import MicroBatch
 
@@ -57,7 +58,7 @@ def make_policy_loss(cfg: AlgorithmConfig, correction: CorrectionConfig | None =
         logprobs = logprobs.index_select(0, index)
         rollout, advantages = take(batch.rollout_logprobs), take(batch.advantages)
         lags = None if batch.lags is None else take(batch.lags)
-        sequence = batch.sample_index[trained].astype(np.int64)
+        sequence = batch.sample_index[trained]
         answers = Answers(torch.from_numpy(sequence).to(logprobs.device), len(batch.rows))
         old = proximal_logprobs(proximal, logprobs, rollout, lags)
         tokens = token_loss(Tokens(logprobs, old, advantages, answers), cfg)
@@ -79,8 +80,9 @@ def make_policy_loss(cfg: AlgorithmConfig, correction: CorrectionConfig | None =
             loss = loss if found.weight is None else loss * found.weight
         mask = np.asarray(batch.loss_mask)
         if kept is not None and how.rejected == "leave_out":
-            mask = mask.copy()
-            mask[trained] *= kept.cpu().numpy()
+            counts = kept.cpu().numpy()
+            mask, sequence = mask.copy(), sequence[counts]
+            mask[trained] *= counts
         weight = take(token_weights(batch, cfg.aggregation, mask))
         total = (loss * weight).sum()
         with torch.no_grad():
@@ -90,11 +92,11 @@ def make_policy_loss(cfg: AlgorithmConfig, correction: CorrectionConfig | None =
             kl = kl_term(logprobs, take(_reference(batch)))
             parts["actor/kl_loss_sum"] = kl.detach().sum()
             if cfg.kl_weighted:
-                kl = kl * torch.exp(logprobs - old)
+                kl = kl * safe_exp(logprobs - old, RATIO_CAP)
             total = total + cfg.kl_coef * (kl * weight).sum()
         parts["actor/loss_sum"] = total.detach()
-        parts["actor/loss_tokens_count"] = torch.tensor(float(np.count_nonzero(mask)))
-        parts["actor/loss_sequences_count"] = torch.tensor(float(len(np.unique(batch.sample_index[mask > 0]))))
+        parts["actor/loss_tokens_count"] = torch.tensor(float(len(sequence)))
+        parts["actor/loss_sequences_count"] = torch.tensor(float(np.count_nonzero(np.bincount(sequence))))
         return total, parts
 
     return policy_loss
