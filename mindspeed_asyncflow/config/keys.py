@@ -171,7 +171,8 @@ def settings_page() -> str:
             lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
         choices = re.sub(r"Literal\[([^]]*)]", lambda m: m[1].replace("'", "").replace(", ", " | "), doc.type)
         kind = choices.replace("|", "\\|")
-        lines.append(f"| `{name}` | {kind} | `{doc.default}` | {doc.description} |")
+        default = str(doc.default).replace("\n", "\\n")
+        lines.append(f"| `{name}` | {kind} | `{default}` | {doc.description} |")
     return "\n".join(lines) + "\n"
 
 

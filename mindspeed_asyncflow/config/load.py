@@ -152,6 +152,15 @@ def dump_resolved(config: Config) -> str:
     return "\n".join(out) + "\n"
 
 
+class _OneLine(yaml.SafeDumper):
+    """Writes line ends inside strings as escapes."""
+
+
+_OneLine.add_representer(
+    str, lambda d, text: d.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None)
+)
+
+
 def _inline(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).strip()
+    text = yaml.dump(value, Dumper=_OneLine, default_flow_style=True, width=10**6, allow_unicode=True).strip()
     return text.removesuffix("...").strip()

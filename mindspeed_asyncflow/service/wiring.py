@@ -113,7 +113,7 @@ def _conversation(spec: WorkerSpec) -> Conversation | None:
     from mindspeed_asyncflow.environments.pool import EnvironmentPool
     from mindspeed_asyncflow.environments.rendering import replies_of
 
-    tokenizer = load_tokenizer(spec.model_folder)
+    tokenizer = load_tokenizer(spec.model_folder, data.chat_template)
     return Conversation(
         EnvironmentPool(turns),
         replies_of(tokenizer, data.chat, turns.role, turns.reply_start, turns.reply_end, spec.stop_ids),

@@ -120,7 +120,9 @@ def test_empty_sections_and_empty_files_mean_the_defaults():
 
 
 def test_resolved_dump_reads_back_equal_and_describes_every_key():
-    config = parse_config("data: {task: 'file:a: b.jsonl', options: {ops: ['+', '-']}}", ["trainer.lr=1e-6"])
+    config = parse_config(
+        "data: {task: 'file:a: b.jsonl', options: {ops: ['+', '-'], end: \"a\\nb\"}}", ["trainer.lr=1e-6"]
+    )
     text = dump_resolved(config)
     assert parse_config(text) == config
     assert all("  # " in line for line in text.splitlines() if line.startswith("  "))
