@@ -120,7 +120,7 @@ def _parquet(file: Path) -> Iterator[Row]:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise DataError(
-            f"{file}: Parquet needs a library that is missing ({error}): pip install 'mindspeed_asyncflow[tasks]'"
+            f"{file}: Parquet needs a library that is missing ({error}): pip install pyarrow, or convert to JSON lines"
         ) from error
     number = 0
     try:

@@ -1,6 +1,7 @@
 import csv
 import json
 import string
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -182,7 +183,7 @@ def test_only_the_exact_answer_counts(text, finished, score):
 
 
 def test_parquet_gives_what_json_gives(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow", reason="optional extra [tasks]")
+    pyarrow = pytest.importorskip("pyarrow", reason="not installed")
     from pyarrow import parquet
 
     rows = [
@@ -198,9 +199,9 @@ def test_parquet_gives_what_json_gives(tmp_path):
         Files(str(tmp_path / "rows.parquet")).problems(ALL, 0)
 
 
-def test_parquet_without_its_library_names_the_extra_that_brings_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"mindspeed_asyncflow\[tasks\]"):
+def test_parquet_without_its_library_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match="pip install pyarrow"):
         task_of(tmp_path, b"", "rows.parquet").problems(ALL, 0)
 
 
@@ -221,7 +222,7 @@ def test_whatever_is_written_is_read(tmp_path_factory, rows, form, bom):
     """B84: any Unicode text, in every format, with and without a byte order mark."""
     file = tmp_path_factory.mktemp("rows") / f"rows.{'json' if form == 'columns' else form}"
     if form == "parquet":
-        pyarrow = pytest.importorskip("pyarrow", reason="optional extra [tasks]")
+        pyarrow = pytest.importorskip("pyarrow", reason="not installed")
         from pyarrow import parquet
 
         parquet.write_table(pyarrow.Table.from_pylist(rows), file)

@@ -8,7 +8,9 @@ from mindspeed_asyncflow.data.problem import Problem
 from mindspeed_asyncflow.data.prompts import PromptSet, split_problems
 from mindspeed_asyncflow.data.sources import Source, Sources, make_sources
 from mindspeed_asyncflow.data.stream import PromptStream
+from mindspeed_asyncflow.data.tokenizers import encode_prompt
 from mindspeed_asyncflow.errors import DataError
+from tests.data.test_tokenizers import word_tokenizer
 
 
 class Texts:
@@ -48,14 +50,6 @@ def one(task):
 def build(count, heldout=0, limit=64, repeats=1, seed=0):
     data = DataConfig(size=10000, heldout=heldout, max_prompt_tokens=limit)
     return PromptSet.build(one(Numbers(count, repeats)), make_char_tokenizer(), data, seed)
-
-
-def stream(rows, batch, epochs=1, drop_last=True, seed=0):
-    return PromptStream(build(rows), seed, epochs, drop_last, batch)
-
-
-def indices(batches):
-    return [[index for _, index, _ in batch] for batch in batches]
 
 
 def test_held_out_prompts_are_never_trained_on_even_where_texts_repeat():
@@ -111,50 +105,122 @@ def test_no_usable_row_at_all_is_an_error():
         PromptSet.build(one(Texts("4444", "5555")), make_char_tokenizer(), data, 0)
 
 
-@pytest.mark.parametrize("drop_last, sizes", [(True, [4, 4]), (False, [4, 4, 2])])
-def test_the_end_of_the_data_is_clear(drop_last, sizes):
-    """B45: 10 prompts, batch 4, one epoch."""
-    batches = stream(10, 4, epochs=1, drop_last=drop_last)
-    assert not batches.exhausted
-    assert [len(batch) for batch in batches] == sizes
-    assert batches.exhausted and next(batches, None) is None
+def words(too_long="drop", limit=16, chat=False, **options):
+    return DataConfig(heldout=0, max_prompt_tokens=limit, too_long=too_long, chat=chat, **options)
 
 
-@pytest.mark.parametrize("drop_last, epochs", [(True, [0, 0, 1, 1, 2, 2, 3, 3]), (False, [0, 0, 0, 1, 1, 1, 2, 2])])
-def test_eight_steps_reach_over_several_epochs(drop_last, epochs):
-    """B45: 10 prompts, batch 4."""
-    batches = stream(10, 4, epochs=9, drop_last=drop_last)
-    assert [next(batches)[0][0] for _ in range(8)] == epochs
+LENGTHS = (15, 16, 17, 500)
 
 
-def test_every_epoch_has_a_new_order_over_all_prompts_and_the_seed_decides_it():
-    """B45"""
-    batches = indices(stream(8, 4, epochs=3))
-    epochs = [first + second for first, second in zip(batches[::2], batches[1::2])]
-    assert all(sorted(order) == list(range(8)) for order in epochs) and epochs[0] != epochs[1] != epochs[2]
-    assert indices(stream(8, 4, 3)) == indices(stream(8, 4, 3)) != indices(stream(8, 4, 3, seed=1))
+def of_lengths(*lengths):
+    """Prompts of so many tokens each, BOS included; a tools column comes along."""
+    return [
+        Problem(" ".join("ab"[place % 2] for place in range(length - 1)), "", f"row {length}", {"tools": ["t"]})
+        for length in lengths
+    ]
 
 
-def test_more_steps_than_data_is_told_before_the_first():
-    """B88: 32 rows, batch 8, 10 steps."""
-    with pytest.raises(DataError, match=r"data ends after 4 steps .*data\.epochs"):
-        stream(32, 8, epochs=1).require(10)
-    stream(32, 8, epochs=3).require(10)
+class Given:
+    name = "given"
+
+    def __init__(self, problems):
+        self.given = problems
+
+    def problems(self, size, seed):
+        return self.given
+
+    def score(self, text, truth, finished):
+        return 0.0
 
 
-def test_a_saved_position_goes_on_exactly_there():
-    first = stream(10, 4, epochs=4)
-    for _ in range(3):
-        next(first)
-    saved = json.loads(json.dumps(first.state()))
-    second = stream(10, 4, epochs=4)
-    second.restore(saved)
-    assert indices(second) == indices(first)
-    assert first.state()["exhausted"] and not saved["exhausted"]
+@pytest.mark.parametrize(
+    "too_long, lengths, ends",
+    [("drop", [15, 16], None), ("cut_left", [15, 16, 16, 16], (-15, None)), ("cut_right", [15, 16, 16, 16], (1, 16))],
+)
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("part", ["train", "heldout"])
+def test_long_prompts_are_dropped_or_cut_by_the_ids_that_the_engine_gets(too_long, lengths, ends, chat, part):
+    """B85, B33: prompts of 15, 16, 17 and 500 tokens; a cut keeps one BOS in front."""
+    tokenizer, data = word_tokenizer(), words(too_long, chat=chat)
+    given = Source(Given(of_lengths(*LENGTHS)), 10)
+    other = Source(Given([Problem("a", "")]), 10)
+    sources = Sources([given]) if part == "train" else Sources([other], [given])
+    prompts = PromptSet.build(sources, tokenizer, data, 0)
+    chosen = prompts.train if part == "train" else prompts.heldout
+    assert [len(prompt.ids) for prompt in chosen] == lengths
+    for prompt in chosen:
+        assert prompt.ids[0] == 0 and (prompt.ids[1:] != 0).all()  # one BOS
+        assert json.loads(prompt.fields)["tools"] == ["t"]
+    dropped = 4 - len(lengths)
+    assert prompts.dropped_too_long == dropped
+    (note,) = prompts.notes()
+    assert note.startswith("2 prompts are longer" if dropped else "2 prompts were cut")
+    if ends:
+        whole = encode_prompt(tokenizer, of_lengths(17)[0].prompt, chat)
+        assert chosen[2].ids[1:].tolist() == whole[slice(*ends)].tolist()
 
 
-@pytest.mark.parametrize("other", [{"rows": 11}, {"batch": 5}, {"seed": 1}, {"drop_last": False}])
-def test_a_position_in_other_data_is_refused(other):
-    saved = stream(10, 4, epochs=4).state()
-    with pytest.raises(DataError, match="saved data position has"):
-        stream(**{"rows": 10, "batch": 4, "epochs": 4, **other}).restore(saved)
+def test_a_prompt_that_is_too_long_can_be_refused_by_name():
+    """B85"""
+    with pytest.raises(DataError, match="prompt row 17 has 17 tokens, data.max_prompt_tokens is 16"):
+        PromptSet.build(one(Given(of_lengths(*LENGTHS))), word_tokenizer(), words("error"), 0)
+
+
+def test_cuts_without_a_bos_keep_the_first_or_last_tokens():
+    """B85"""
+    for side, kept in (("cut_left", "5678"), ("cut_right", "1234")):
+        prompts = PromptSet.build(one(Texts("12345678")), make_char_tokenizer(), words(side, limit=4), 0)
+        assert make_char_tokenizer().decode(prompts.train[0].ids) == kept
+
+
+def test_evaluation_prompts_that_are_all_too_long_are_an_error():
+    """B86"""
+    sources = Sources([Source(Texts("1", "2"), 10)], [Source(Texts("4444"), 10)])
+    with pytest.raises(DataError, match="no usable evaluation prompts: all 1 are longer"):
+        PromptSet.build(sources, make_char_tokenizer(), words(limit=3), 0)
+
+
+def test_every_prompt_carries_what_scorers_need():
+    """B39: the fields of a row stay with it through mix, split and drop."""
+    rows = [Problem(str(i), f"truth {i}", fields={"row": i, "id": "not the id"}) for i in range(100, 120)]
+    sources = Sources([Source(Numbers(20), 99), Source(Given(rows), 99)], [Source(Texts("7", "8888"), 9)])
+    prompts = PromptSet.build(sources, make_char_tokenizer(), words(limit=3), 0)
+    assert prompts.sizes == [19, 20] and prompts.dropped_too_long == 1
+    assert prompts.notes()[0] == "1 training prompts are also in data.validation and were left out of training"
+    for prompt in prompts.train:
+        fields = json.loads(prompt.fields)
+        number = int(prompt.text)
+        second = number >= 100
+        assert (fields["prompt"], prompt.truth) == (prompt.text, f"truth {number}")
+        assert (fields["source"], fields["id"]) == (int(second), str(number - 100 * second))
+        assert fields.get("row") == (number if second else None)
+    assert [json.loads(prompt.fields)["source"] for prompt in prompts.heldout] == [2]
+
+
+def test_held_out_prompts_of_a_mix_come_from_all_of_it():
+    sources = Sources([Source(Numbers(60), 99), Source(Given([Problem(str(i), "") for i in range(100, 160)]), 99)])
+    data = DataConfig(heldout=40)
+    prompts = PromptSet.build(sources, make_char_tokenizer(), data, 0)
+    held = {json.loads(prompt.fields)["source"] for prompt in prompts.heldout}
+    assert held == {0, 1} and sum(prompts.sizes) == 80 and len(prompts.heldout) == 40
+
+
+def test_a_source_without_a_usable_row_is_an_error():
+    """B86"""
+    sources = Sources([Source(Texts("1"), 9), Source(Texts("4444"), 9)])
+    with pytest.raises(DataError, match="no usable rows in source texts of data.mix"):
+        PromptSet.build(sources, make_char_tokenizer(), words(limit=3), 0)
+    with pytest.raises(DataError, match="every training prompt is also in data.validation"):
+        PromptSet.build(Sources([Source(Texts("1"), 9)], [Source(Texts("1"), 9)]), make_char_tokenizer(), words(), 0)
+
+
+def test_the_system_prompt_goes_before_every_conversation_that_has_none():
+    """B33"""
+    template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    own = ({"role": "system", "content": "b b"}, {"role": "user", "content": "a"})
+    problems = [Problem("a", ""), Problem(({"role": "user", "content": "a a"},), ""), Problem(own, "")]
+    data = words(chat=True, system_prompt="b")
+    prompts = PromptSet.build(one(Given(problems)), word_tokenizer(template), data, 0).train
+    assert [prompt.ids.tolist() for prompt in prompts] == [[0, 3, 2], [0, 3, 2, 2], [0, 3, 3, 2]]
+    shown = json.loads(prompts[0].fields)["prompt"]
+    assert shown == [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]

@@ -72,6 +72,19 @@ def test_a_missing_template_is_a_clear_error_and_plain_text_still_works():
     assert encode_prompt(tokenizer, "a", chat=False).tolist() == [0, 2]
 
 
+def test_a_template_file_takes_the_place_of_the_tokenizers_own(tmp_path):
+    word_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "chat.jinja"
+    file.write_bytes(b"\xef\xbb\xbf{% for m in messages %}b {{ m['content'] }}{% endfor %}")
+    tokenizer = load_tokenizer(str(tmp_path), str(file))
+    assert encode_prompt(tokenizer, "a", chat=True).tolist() == [0, 3, 2]
+    with pytest.raises(DataError, match=r"data\.chat_template .*none\.jinja cannot be read"):
+        load_tokenizer(str(tmp_path), str(tmp_path / "none.jinja"))
+    file.write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match="the chat template fails on .*roles must alternate"):
+        encode_prompt(load_tokenizer(str(tmp_path), str(file)), "a", chat=True)
+
+
 def test_many_prompts_encode_as_each_alone():
     tokenizer = make_char_tokenizer()
     together = encode_prompts(tokenizer, ["7302>", "1>", "23"], chat=True)
@@ -91,7 +104,7 @@ def test_the_char_tokenizer_has_one_token_per_character_and_round_trips():
 
 def test_a_character_that_the_tokenizer_lacks_is_an_error_not_dropped():
     with pytest.raises(DataError, match="73a2>"):
-        encode_prompt(make_char_tokenizer(), "73a2>", chat=False)
+        encode_prompts(make_char_tokenizer(), ["12>", "73a2>", "34>"], chat=False)
 
 
 def test_reloading_keeps_the_ids_here_and_under_auto_tokenizer(tmp_path):
