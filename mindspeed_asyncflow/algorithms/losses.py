@@ -124,7 +124,7 @@ def sapo(t: Tokens, cfg: AlgorithmConfig) -> TokenLoss:
     tau is `sapo_tau_positive` for A > 0, else `sapo_tau_negative`.
     """
     ratio = safe_exp(t.logprobs - t.old, RATIO_CAP)
-    tau = torch.where(t.advantages > 0, cfg.sapo_tau_positive, cfg.sapo_tau_negative).to(ratio)
+    tau = torch.full_like(ratio, cfg.sapo_tau_negative).masked_fill(t.advantages > 0, cfg.sapo_tau_positive)
     loss = -t.advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1))
     return TokenLoss(loss, ratio.detach(), _never(ratio), _never(ratio))
 

@@ -57,3 +57,84 @@ def _token(name, p, d, o, a, cfg):
 
 def _clip(ratio, a, cfg):
     return -min(ratio * a, min(max(ratio, 1 - cfg.clip_low), 1 + cfg.clip_high) * a)
+
+
+def weights(cfg, pi, old, mu, advantages, lags, lengths, bypass):
+    """(weights, kept) of all tokens, as the settings of a correction say."""
+    out, start = [], 0
+    for length in lengths:
+        part = slice(start, start + length)
+        start += length
+        rows = [list(x[part]) for x in (pi, old, mu, advantages, lags)]
+        out += [_weight(cfg, rows, t, bypass) for t in range(length)]
+    return [w for w, _ in out], [kept for _, kept in out]
+
+
+def _weight(cfg, rows, t, bypass):
+    pi, old, mu, advantages, lags = rows
+    weight, kept = 1.0, True
+    if cfg.weight != "off":
+        raw = _ratio(cfg.weight, old, mu, t)
+        weight = min(max(raw, cfg.floor), cfg.cap)
+        if cfg.beyond == "zero" and weight != raw:
+            kept = False
+    seen = pi if bypass else old
+    if cfg.reject == "kpop":
+        p, q = math.exp(seen[t]), math.exp(mu[t])
+        forward = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+        backward = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        kept = kept and max(forward, backward) <= cfg.reject_high
+    elif cfg.reject != "off":
+        kept = kept and cfg.reject_low <= _ratio(cfg.reject, seen, mu, t) <= cfg.reject_high
+    if cfg.opsm_delta is not None and advantages[t] < 0:
+        kept = kept and sum(m - p for m, p in zip(mu, pi)) / len(pi) <= cfg.opsm_delta
+    return (weight * max(1.0, lags[t]) ** -cfg.stale_power if kept else 0.0), kept
+
+
+def _ratio(level, above, below, t):
+    each = [a - b for a, b in zip(above, below)]
+    return math.exp({"token": each[t], "sequence": sum(each), "geometric": sum(each) / len(each)}[level])
+
+
+def aggregate(mode, losses, counted, lengths, horizon):
+    """One number of all token losses; tokens that are not `counted` are in no denominator."""
+    answers, start = [], 0
+    for length in lengths:
+        part = slice(start, start + length)
+        start += length
+        if any(counted[part]):
+            answers.append([loss for loss, c in zip(losses[part], counted[part]) if c])
+    if not answers:
+        return 0.0
+    total = sum(sum(a) for a in answers)
+    if mode == "token-sum":
+        return total
+    if mode == "token-mean":
+        return total / sum(len(a) for a in answers)
+    if mode == "seq-mean-token-mean":
+        return sum(sum(a) / len(a) for a in answers) / len(answers)
+    return total / len(answers) / (horizon if mode == "seq-mean-token-sum-norm" else 1)
+
+
+def kl(name, p, ref):
+    d = p - ref
+    return d * d / 2 if name == "k2" else math.exp(-d) + d - 1
+
+
+def advantages(name, rewards, eps):
+    """Of one group, by sums written out."""
+    n = len(rewards)
+    if n == 1 or max(rewards) == min(rewards):
+        return [0.0] * n
+    mean = sum(rewards) / n
+    deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (n - 1))
+    others = [(sum(rewards) - r) / (n - 1) for r in rewards]
+    return {
+        "grpo": [(r - mean) / (deviation + eps) for r in rewards],
+        "grpo_batch": [r - mean for r in rewards],
+        "grpo_loo": [(r - o) / (deviation + eps) for r, o in zip(rewards, others)],
+        "dr_grpo": [r - mean for r in rewards],
+        "rloo": [r - o for r, o in zip(rewards, others)],
+        "maxrl": [r / (mean + eps) - mean / (mean + eps) for r in rewards],
+        "reinforce_pp_baseline": [r - mean for r in rewards],
+    }[name]

@@ -1,9 +1,12 @@
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mindspeed_asyncflow.algorithms.advantages import group_advantages
+from mindspeed_asyncflow.algorithms.advantages import ADVANTAGES, group_advantages
 from mindspeed_asyncflow.config.schema import AlgorithmConfig
 from mindspeed_asyncflow.errors import RewardError
+from tests.algorithms import references
 
 
 def config(**changes):
@@ -124,3 +127,19 @@ def test_with_groups_of_one_the_advantage_is_zero_and_the_row_stays():
 def test_rewards_and_ids_of_different_length_are_refused():
     with pytest.raises(RewardError, match="3 rewards but 2 group ids"):
         group_advantages([1, 0, 1], [1, 1], config())
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+@settings(max_examples=30, deadline=None)
+@given(
+    groups=st.lists(st.lists(st.integers(0, 8), min_size=2, max_size=6), min_size=1, max_size=4),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_groups_of_any_size_in_any_order_equal_sums_written_out(advantage, groups, seed):
+    """B01, B02, B41"""
+    ids = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
+    rewards = np.concatenate(groups) / 8
+    expected = np.concatenate([references.advantages(advantage, [r / 8 for r in g], 0.1) for g in groups])
+    order = np.random.default_rng(seed).permutation(len(ids))
+    found = group_advantages(rewards[order], ids[order], config(advantage=advantage, advantage_eps=0.1))
+    np.testing.assert_allclose(found.values, expected[order], atol=1e-12)

@@ -77,3 +77,14 @@ def test_issued_equals_trained_plus_dropped_plus_open():
     window.issued, window.trained = 20, 12
     window.dropped.update({"stale": 3, "unscored": 1})
     assert window.open == 4
+
+
+@pytest.mark.parametrize("published", [0, 1, 10])
+@pytest.mark.parametrize("max_lag", [0, 1, 4])
+def test_the_window_admits_as_many_answers_as_the_published_bound_on_staleness(max_lag, published):
+    """F23: (max_lag + version + 1) batches have been issued at most, those in flight and accepted included."""
+    window, rows = StalenessWindow(max_lag, published), 64
+    admitted = rows * sum(window.may_issue(batch) for batch in range(100))
+    assert admitted == (max_lag + published + 1) * rows
+    if (max_lag, published) == (4, 10):
+        assert admitted - 900 == 60
