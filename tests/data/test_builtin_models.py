@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mindspeed_asyncflow.config.intake import SourceConfig
 from mindspeed_asyncflow.config.schema import DataConfig, ModelConfig
 from mindspeed_asyncflow.data import builtin_models
-from mindspeed_asyncflow.data.builtin_models import Architecture, ensure_model
+from mindspeed_asyncflow.data.builtin_models import Architecture, alphabet, ensure_model, vocabulary_size
 from mindspeed_asyncflow.data.prompts import PromptSet
 from mindspeed_asyncflow.data.sorting import SortDigits
 from mindspeed_asyncflow.data.sources import make_sources
@@ -69,6 +70,25 @@ def test_the_same_recipe_gives_the_same_weights_and_leaves_the_random_state_alon
 )
 def test_everything_that_changes_the_weights_changes_the_folder(quick, tmp_path, change):
     assert make(tmp_path, []) != make(tmp_path, [], **change)
+
+
+def test_a_mix_is_warmed_up_on_the_demonstrations_of_each_of_its_tasks(quick, tmp_path, monkeypatch):
+    shown = []
+
+    def record(network, tokenizer, task, problems, *rest):
+        rng = random.Random(0)
+        shown.extend((problem.text, sorted(task.demonstrate(problem, rng))) for problem in problems)
+
+    monkeypatch.setattr(builtin_models, "warm_up", record)
+    mix = [SourceConfig(task="sort4", size=20), SourceConfig(task="sort5", size=30)]
+    folder = make(tmp_path, [], data=DataConfig(mix=mix, heldout=10))
+    assert len(shown) == 40 and all(sorted(text[:-1]) == answer for text, answer in shown)
+    assert make(tmp_path, [], data=DataConfig(mix=mix[:1], heldout=10)) != folder
+
+
+def test_a_wider_alphabet_belongs_to_its_own_model():
+    assert "-" in alphabet("tiny_qwen2_sums") and vocabulary_size("tiny_qwen2_sums") == 24
+    assert alphabet("tiny_qwen2") == alphabet("small_qwen2") and vocabulary_size("tiny_qwen2") == 20
 
 
 def test_a_failed_warm_up_leaves_nothing_behind(quick, tmp_path, monkeypatch):

@@ -162,7 +162,7 @@ def test_long_prompts_are_dropped_or_cut_by_the_ids_that_the_engine_gets(too_lon
 
 def test_a_prompt_that_is_too_long_can_be_refused_by_name():
     """B85"""
-    with pytest.raises(DataError, match="prompt row 17 has 17 tokens, data.max_prompt_tokens is 16"):
+    with pytest.raises(DataError, match=r"prompt row 17 has 17 tokens, data\.max_prompt_tokens is 16"):
         PromptSet.build(one(Given(of_lengths(*LENGTHS))), word_tokenizer(), words("error"), 0)
 
 
@@ -208,9 +208,9 @@ def test_held_out_prompts_of_a_mix_come_from_all_of_it():
 def test_a_source_without_a_usable_row_is_an_error():
     """B86"""
     sources = Sources([Source(Texts("1"), 9), Source(Texts("4444"), 9)])
-    with pytest.raises(DataError, match="no usable rows in source texts of data.mix"):
+    with pytest.raises(DataError, match=r"no usable rows in source texts of data\.mix"):
         PromptSet.build(sources, make_char_tokenizer(), words(limit=3), 0)
-    with pytest.raises(DataError, match="every training prompt is also in data.validation"):
+    with pytest.raises(DataError, match=r"every training prompt is also in data\.validation"):
         PromptSet.build(Sources([Source(Texts("1"), 9)], [Source(Texts("1"), 9)]), make_char_tokenizer(), words(), 0)
 
 

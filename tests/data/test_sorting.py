@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from mindspeed_asyncflow.data.sorting import SortDigits, SortLong
+from mindspeed_asyncflow.data.sorting import SortDigits, SortFive, SortLong
 from mindspeed_asyncflow.errors import DataError
 
 
@@ -13,6 +13,12 @@ def test_sort4_asks_each_of_its_ten_thousand_prompts_once():
     assert all(problem.truth == "".join(sorted(problem.text[:4])) and problem.text[4:] == ">" for problem in problems)
     with pytest.raises(DataError, match="10000 prompts"):
         SortDigits().problems(10001, seed=0)
+
+
+def test_sort5_is_the_same_with_five_digits():
+    problems = SortFive().problems(500, seed=0)
+    assert len({problem.text for problem in problems}) == 500
+    assert all(len(problem.text) == 6 and problem.truth == "".join(sorted(problem.text[:5])) for problem in problems)
 
 
 def test_the_seed_alone_decides_which_problems_are_made():

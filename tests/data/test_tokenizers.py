@@ -81,7 +81,7 @@ def test_a_template_file_takes_the_place_of_the_tokenizers_own(tmp_path):
     with pytest.raises(DataError, match=r"data\.chat_template .*none\.jinja cannot be read"):
         load_tokenizer(str(tmp_path), str(tmp_path / "none.jinja"))
     file.write_text("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match="the chat template fails on .*roles must alternate"):
+    with pytest.raises(DataError, match=r"the chat template fails on .*roles must alternate"):
         encode_prompt(load_tokenizer(str(tmp_path), str(file)), "a", chat=True)
 
 

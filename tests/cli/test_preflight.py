@@ -1,0 +1,70 @@
+import json
+
+import pytest
+
+from mindspeed_asyncflow import cli
+from mindspeed_asyncflow.cli import preflight
+from mindspeed_asyncflow.config import parse_config
+from mindspeed_asyncflow.data.char_tokenizer import make_char_tokenizer
+from mindspeed_asyncflow.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model folder as far as the tokenizer goes, and a file of 6 prompts, one of them null, one too long."""
+    make_char_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in ("12>", None, "345>", "1" * 20, "6>", "7>")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def config_of(folder, *overrides):
+    fixed = [f"data.task=file:{folder}/rows.jsonl", f"model.source={folder}/model", "data.max_prompt_tokens=16"]
+    few = ["data.heldout=0", "evaluation.prompts=0", "workflow.groups_per_step=4"]
+    return parse_config("", [*fixed, *few, *overrides])
+
+
+def test_a_sample_shows_prompts_their_tokens_and_what_was_left_out(folder):
+    first, unusable, long, *prompts = preflight.sample(config_of(folder))
+    assert first == "4 prompts to train on, 0 to evaluate with, 2 to 4 tokens; 1 steps in an epoch"
+    assert "1 unusable row left out" in unusable and "rows.jsonl:2: prompt is null" in unusable
+    assert long == "1 prompts are longer than data.max_prompt_tokens and were dropped"
+    assert prompts == ["3 tokens, answer '1': '12>'", "4 tokens, answer '1': '345>'"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [("workflow.groups_per_step=5", "4 usable rows < batch 5"), ("data.epochs=1", "data ends after 1 steps")],
+)
+def test_a_sample_refuses_what_the_run_would_refuse(folder, override, said):
+    """B86, B88"""
+    with pytest.raises(DataError, match=said):
+        preflight.sample(config_of(folder, override))
+
+
+def test_check_shows_the_data_of_the_default_task(capsys):
+    assert cli.main(["check", "configs/qwen_tiny_cpu.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert "== data\n9600 prompts to train on, 400 to evaluate with, 5 to 5 tokens" in out
+
+
+def test_a_model_without_the_characters_of_a_task_is_refused_with_one_that_has_them(monkeypatch):
+    class Minus:
+        name = "minus"
+
+        def problems(self, size, seed):
+            from mindspeed_asyncflow.data.problem import Problem
+
+            return [Problem("1-2=", "-1")]
+
+        def score(self, text, truth, finished):
+            return 0.0
+
+        def demonstrate(self, problem, rng):
+            return problem.truth
+
+    monkeypatch.setattr("mindspeed_asyncflow.data.tasks._user_class", lambda *names: Minus)
+    (finding,) = preflight._task_and_model(parse_config("", ["data.task=python:a:B"]))
+    assert str(finding).endswith("builtin:tiny_qwen2 has no '-', which minus writes; take builtin:tiny_qwen2_sums")
+    sums = parse_config("", ["data.task=python:a:B", "model.source=builtin:tiny_qwen2_sums"])
+    assert preflight._task_and_model(sums) == []
