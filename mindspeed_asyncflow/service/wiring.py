@@ -145,7 +145,7 @@ def build_scorer(spec: WorkerSpec) -> ScoreWorker:
     from mindspeed_asyncflow.rewards.pool import ScorerPool
 
     tracer = _enter(spec, "scorer")
-    tokenizer = load_tokenizer(spec.model_folder)
+    tokenizer = load_tokenizer(spec.model_folder, spec.config.data.chat_template)
 
     def decode(answers: Any) -> list[str]:
         return decode_answers(tokenizer, [np.asarray(a) for a in answers], spec.stop_ids)

@@ -87,7 +87,7 @@ class ScoreWorker:
             if good.any():
                 values = {"score": scores.astype(np.float32), "reward": rewards.astype(np.float32)}
                 written: dict[str, Any] = {name: of_rows[good] for name, of_rows in values.items()}
-                written |= self._advantages(good, advantages.values, per_token)
+                written |= self._advantages(good, advantages.values, per_token, columns)
                 self.dock.write(batch.rows[good], written, claim_id=claim_id)
             for rows, reason in ((batch.rows[~kept], "unscored"), (batch.rows[flat_rows], "zero_variance")):
                 if len(rows):
@@ -108,15 +108,25 @@ class ScoreWorker:
         )
 
     def _answers(self, columns: Mapping[str, Any]) -> list[Answer]:
-        """Of a conversation, what the model said last, and all turns as a field."""
-        talks = []
-        if self.masks:
-            pairs = zip(columns["response_ids"], columns["response_mask"])
-            talks = [turns_of(np.asarray(ids), np.asarray(mask), self.decode) for ids, mask in pairs]
-        texts = [turns[-1].text for turns in talks] if talks else self.decode(columns["response_ids"])
         truths, fields = ([bytes(t).decode("utf-8") for t in columns[name]] for name in ("truth", "fields"))
         finished = [bool(code == FINISHED) for code in columns["finish"]]
-        tokens = [len(ids) for ids in columns["response_ids"]]
+        masks = columns["response_mask"] if self.masks else None
+        return self._told(columns["response_ids"], masks, truths, finished, fields)
+
+    def _told(
+        self,
+        ids: Sequence[np.ndarray],
+        masks: Sequence[np.ndarray] | None,
+        truths: Sequence[str],
+        finished: Sequence[bool],
+        fields: Sequence[str],
+    ) -> list[Answer]:
+        """What a scorer is told of answers: of conversations (`masks`) what the model said last, all turns a field."""
+        talks = []
+        if masks is not None:
+            talks = [turns_of(np.asarray(i), np.asarray(mask), self.decode) for i, mask in zip(ids, masks)]
+        texts = [turns[-1].text for turns in talks] if talks else self.decode(ids)
+        tokens = [len(i) for i in ids]
         answers = [answer_of(*each) for each in zip(texts, truths, finished, fields, tokens)]
         for answer, turns in zip(answers, talks):
             answer.fields["turns"] = [turn._asdict() for turn in turns]
@@ -135,31 +145,43 @@ class ScoreWorker:
         a = self.config.algorithm
         if self.critic or not (self.kl or a.token_level):
             return None
-        answers = columns["response_ids"]
-        masks = columns["response_mask"] if self.masks else [np.ones(len(ids), np.uint8) for ids in answers]
-        kls: list[np.ndarray | None] = [None] * len(answers)
+        kls: list[np.ndarray | None] = [None] * len(rewards)
         if self.kl:
             pairs = zip(columns["rollout_logprobs"], columns["ref_logprobs"])
             kls = [kl_values(a.kl_type, np.asarray(mu), np.asarray(ref)) for mu, ref in pairs]
-        return [token_rewards(float(r), kl, a.kl_coef, np.asarray(m)) for r, kl, m in zip(rewards, kls, masks)]
+        each = zip(rewards, kls, self._sampled(columns))
+        return [token_rewards(float(r), kl, a.kl_coef, mask) for r, kl, mask in each]
 
-    def _advantages(self, good: np.ndarray, values: np.ndarray, per_token: list[np.ndarray] | None) -> dict[str, Any]:
+    def _sampled(self, columns: Mapping[str, Any]) -> list[np.ndarray]:
+        """uint8 [L] of each answer: 0 where an environment wrote the token."""
+        if self.masks:
+            return [np.asarray(mask) for mask in columns["response_mask"]]
+        return [np.ones(len(ids), np.uint8) for ids in columns["response_ids"]]
+
+    def _advantages(
+        self, good: np.ndarray, values: np.ndarray, per_token: list[np.ndarray] | None, columns: Mapping[str, Any]
+    ) -> dict[str, Any]:
         a = self.config.algorithm
         if self.critic:
             return {}
         if not a.token_level:
             return {"advantage": values[good].astype(np.float32)}
         assert per_token is not None
-        chosen = [per_token[i] for i in np.flatnonzero(good)]
-        return {"token_advantages": [returns_to_go(r, a.gamma).astype(np.float32) for r in chosen]}
+        masks = self._sampled(columns)
+        returns = [returns_to_go(per_token[i], a.gamma, masks[i]) for i in np.flatnonzero(good)]
+        return {"token_advantages": [r.astype(np.float32) for r in returns]}
 
     def score_answers(
-        self, answers: Sequence[np.ndarray], truths: Sequence[str], finished: Sequence[bool], fields: Sequence[str]
+        self,
+        answers: Sequence[np.ndarray],
+        masks: Sequence[np.ndarray] | None,
+        truths: Sequence[str],
+        finished: Sequence[bool],
+        fields: Sequence[str],
     ) -> tuple[list[Score], list[str]]:
-        """Scores and texts of answers outside the dock, given as token ids [L]."""
-        texts = self.decode(answers)
-        tokens = [len(ids) for ids in answers]
-        return self.pool.score([answer_of(*each) for each in zip(texts, truths, finished, fields, tokens)]), texts
+        """Scores and texts of answers outside the dock, given as token ids [L]; `masks` [L]: of conversations."""
+        told = self._told(answers, masks, truths, finished, fields)
+        return self.pool.score(told), [answer.text for answer in told]
 
     def close(self) -> None:
         self.pool.close()
