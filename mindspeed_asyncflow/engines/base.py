@@ -1,7 +1,7 @@
-"""What the workflow needs from engines: two small protocols, defined where they are used.
+"""What the workflow needs from engines: three small protocols, defined where they are used.
 
-A `TrainEngine` lives in every trainer rank, a `RolloutEngine` in every rollout replica. Neither knows Ray,
-the dock or the loops. All arrays that cross these interfaces are numpy on the host.
+A `TrainEngine` lives in every trainer rank, a `CriticEngine` in every critic rank, a `RolloutEngine` in every rollout
+replica. None knows Ray, the dock or the loops. All arrays that cross these interfaces are numpy on the host.
 """
 
 from __future__ import annotations
@@ -78,6 +78,33 @@ class TrainEngine(Protocol):
 
         One tensor for each storage. Not collective; ask again after a step, since moments appear at the first one.
         """
+        ...
+
+    def close(self) -> None: ...
+
+
+class CriticEngine(Protocol):
+    """One rank of a critic. Every method is collective: all ranks call it in the same order."""
+
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+        """float32 [T] of each micro-batch, no gradient, on every rank: the value of the state before `targets[t]`, at
+        the positions at which log-probabilities are; 0 where `loss_mask` is 0."""
+        ...
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """As `TrainEngine.forward_backward`; the micro-batches have `values` and `returns`."""
+        ...
+
+    def optim_step(self, denominator: float) -> OptimReport:
+        """As `TrainEngine.optim_step`."""
+        ...
+
+    def save_checkpoint(self, folder: str, extra: dict[str, Any]) -> None:
+        """Write model, optimizer, schedule and RNG to `folder` (all ranks write their shards)."""
+        ...
+
+    def load_checkpoint(self, folder: str) -> dict[str, Any]:
+        """Restore what `save_checkpoint` wrote and return its `extra`."""
         ...
 
     def close(self) -> None: ...

@@ -159,4 +159,6 @@ def _empty() -> MicroBatch:
         advantages=zero.copy(),
         sample_index=np.zeros(1, dtype=np.int32),
         rows=np.array([-1], dtype=np.int64),
+        values=zero.copy(),
+        returns=zero.copy(),
     )

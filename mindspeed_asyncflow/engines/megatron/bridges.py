@@ -14,7 +14,7 @@ from mbridge.models.qwen3moe import Qwen3MoEBridge
 from transformers import AutoConfig
 
 from mindspeed_asyncflow.config.schema import TrainerConfig
-from mindspeed_asyncflow.engines.megatron.model import PolicyModel
+from mindspeed_asyncflow.engines.megatron.model import PackedModel, PolicyModel, ValueModel
 from mindspeed_asyncflow.errors import DataError
 from mindspeed_asyncflow.platforms.base import Platform
 from mindspeed_asyncflow.platforms.modules import layer_spec
@@ -55,8 +55,10 @@ class _LocalSpec:
     # the local spec has norms of their own where Transformer Engine fuses them into the next linear layer
     _OTHER_MAPPING = {"input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"]}
 
-    def __init__(self, hf_config: Any, *, settings: dict[str, Any], temperature: float, **kwargs: Any) -> None:
-        self._settings, self._temperature = settings, temperature
+    def __init__(
+        self, hf_config: Any, *, settings: dict[str, Any], temperature: float, values: bool, **kwargs: Any
+    ) -> None:
+        self._settings, self._temperature, self._values = settings, temperature, values
         super().__init__(hf_config, **kwargs)  # type: ignore[call-arg]
 
     def _adjust_mapping_for_shared_weights(self) -> None:
@@ -82,19 +84,25 @@ class _LocalSpec:
         self.vocab_size = hf_config.vocab_size
         self.padded_vocab_size = -(-self.vocab_size // divisor) * divisor
 
-        def provide(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> PolicyModel:
+        def provide(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> PackedModel:
             config = self.config  # type: ignore[attr-defined]
-            return PolicyModel(
+            common: dict[str, Any] = dict(
                 config=config,
                 transformer_layer_spec=layer_spec(config, vp_stage),
                 vocab_size=self.padded_vocab_size,
                 max_sequence_length=hf_config.max_position_embeddings,
                 pre_process=pre_process,
                 post_process=post_process,
-                share_embeddings_and_output_weights=getattr(hf_config, "tie_word_embeddings", False),
                 position_embedding_type="rope",
                 rotary_base=self._rope_theta(),
                 vp_stage=vp_stage,
+            )
+            if self._values:
+                return ValueModel(**common)
+            tied = getattr(hf_config, "tie_word_embeddings", False)
+            return PolicyModel(
+                **common,
+                share_embeddings_and_output_weights=tied,
                 temperature=self._temperature,
                 true_vocab=self.vocab_size,
             )
@@ -107,6 +115,8 @@ class _LocalSpec:
         if consider_ep and self.mpu.ep_size > 1:  # type: ignore[attr-defined]
             first = self.config.num_moe_experts // self.mpu.ep_size * self.mpu.ep_rank  # type: ignore[attr-defined]
         for local, name in names.items():
+            if self._values:  # the head that takes the place of the vocabulary's
+                names[local] = name.replace("output_layer.", "value_head.")
             if ".local_experts." in name:  # experts.local_experts.3.linear_fc1.weight -> experts.linear_fc1.weight3
                 head, tail = name.split(".local_experts.")
                 expert, layer, kind = tail.split(".")
@@ -114,6 +124,8 @@ class _LocalSpec:
         return names
 
     def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
+        if name.startswith("value_head."):
+            return [name]
         if name.endswith("pre_mlp_layernorm.weight"):
             return [f"model.layers.{name.split('.')[2]}.post_attention_layernorm.weight"]
         return super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc]
@@ -183,8 +195,11 @@ BRIDGES = {
 }
 
 
-def make_bridge(folder: str, trainer: TrainerConfig, platform: Platform, dtype: torch.dtype, temperature: float) -> Any:
-    """The converter of the model in `folder`, for the parallel groups that megatron has now."""
+def make_bridge(
+    folder: str, trainer: TrainerConfig, platform: Platform, dtype: torch.dtype, *, temperature: float, values: bool
+) -> Any:
+    """The converter of the model in `folder`, for the parallel groups that megatron has now; `values`: the model gives
+    values in place of log-probabilities."""
     hf_config = AutoConfig.from_pretrained(folder)
     if hf_config.model_type not in BRIDGES:
         raise DataError(f"{folder}: model type {hf_config.model_type!r} is not one of {', '.join(sorted(BRIDGES))}")
@@ -196,4 +211,5 @@ def make_bridge(folder: str, trainer: TrainerConfig, platform: Platform, dtype: 
         make_vocab_size_divisible_by=trainer.tensor_parallel,
         settings=transformer_settings(trainer, platform),
         temperature=temperature,
+        values=values,
     )

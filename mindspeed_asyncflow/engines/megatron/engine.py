@@ -1,43 +1,21 @@
-"""`MegatronTrainEngine`: one trainer rank.
-
-    micro-batches -> feed (pad, cut over CP) -> megatron's schedule -> model -> log-probs -> loss sum -> gradient sums
-    gradient sums -> optim (reduce, divide once, check, clip, step) -> weights -> export / checkpoint
-
-A loss is always a *sum* over tokens. Gradients stay sums until `optim_step` divides them, so a result does not depend
-on how samples were cut into micro-batches, calls, data-parallel or context-parallel ranks.
-"""
+"""`MegatronTrainEngine`: one rank of the policy that is trained."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import io
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from mindspeed_asyncflow.config.parallel import check_parallel
-from mindspeed_asyncflow.config.schema import TrainerConfig
-from mindspeed_asyncflow.engines.megatron import checkpoint, collect, world
-from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
-from mindspeed_asyncflow.engines.megatron.bridges import make_bridge
-from mindspeed_asyncflow.engines.megatron.export import export_tensors, held_weights, plan_export
-from mindspeed_asyncflow.engines.megatron.feed import RankBatch, make_rank_batches
-from mindspeed_asyncflow.engines.megatron.optim import GradientStep, make_optimizer, wrap_data_parallel
+from mindspeed_asyncflow.engines.megatron.base import MegatronEngine
+from mindspeed_asyncflow.engines.megatron.export import export_tensors, held_weights
 from mindspeed_asyncflow.engines.megatron.shards import check_shards, named_shards, trainer_layout
-from mindspeed_asyncflow.engines.megatron.state import Leftovers, state_by_kind
-from mindspeed_asyncflow.platforms.ports import HeldPort
-from mindspeed_asyncflow.records import MicroBatch, OptimReport
-
-LossFn = Callable[[torch.Tensor, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+from mindspeed_asyncflow.records import MicroBatch
 
 COPIED_FILES = (  # what a Hugging Face folder has beside weights
     "config.json",
@@ -52,87 +30,27 @@ COPIED_FILES = (  # what a Hugging Face folder has beside weights
 )
 
 
-class MegatronTrainEngine:
-    """See `TrainEngine`. All ranks construct it together; every method is collective.
+class MegatronTrainEngine(MegatronEngine):
+    """See `TrainEngine`.
 
     `loss_fn(logprobs, entropy, batch)` gets float32 [T] log-probabilities of `batch.targets` (with gradient) and
     entropies (without), both 0 where `batch.loss_mask` is 0, and returns the *sum* of the token losses and metrics
-    whose names end in `_sum`, `_count`, `_max` or `_min`. `held_port` (rank 0) is the port given to all ranks, held.
+    whose names end in `_sum`, `_count`, `_max` or `_min`.
     """
 
-    def __init__(
-        self,
-        model_folder: str,
-        trainer: TrainerConfig,
-        *,
-        dtype: str,
-        temperature: float,
-        loss_fn: LossFn,
-        rank: int,
-        world_size: int,
-        master_address: str = "127.0.0.1",
-        master_port: int,
-        seed: int,
-        timeout_s: float,
-        platform: str = "auto",
-        held_port: HeldPort | None = None,
-    ) -> None:
-        with open(os.path.join(model_folder, "config.json")) as f:
-            model = json.load(f)
-        check_parallel(model, trainer)
-        self.model_folder, self.trainer, self.loss_fn = model_folder, trainer, loss_fn
-        self.platform = bootstrap(platform, trainer.threads)
-        self.device = self.platform.device()
-        self._joined = world.join_world(
-            self.platform,
-            rank=rank,
-            world_size=world_size,
-            address=master_address,
-            port=master_port,
-            timeout_s=timeout_s,
-            held_port=held_port,
-        )
-        world.cut_world(trainer, seed, timeout_s)
-        torch_dtype = getattr(torch, dtype)
-        self.bridge = make_bridge(model_folder, trainer, self.platform, torch_dtype, temperature)
-        self.config = self.bridge.config
-        self.platform.check_transformer_config(self.config)
-        with contextlib.redirect_stdout(io.StringIO()):  # mbridge prints the parameter count
-            wrapped = self.bridge.get_model(bf16=torch_dtype == torch.bfloat16)
-        self.bridge.load_weights(wrapped, model_folder)
-        self.chunks = [getattr(m, "module", m) for m in wrapped]  # the models below the bf16 wrapper
-        self.models = wrap_data_parallel(self.config, trainer, wrapped)
-        self.step = GradientStep(trainer, self.models, make_optimizer(trainer, torch_dtype, self.models))
-        self.plan = plan_export(self.bridge, self.chunks)
-        self.layout = trainer_layout(model, trainer)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.layout = trainer_layout(self.model, self.trainer)
         check_shards(self.layout, dist.get_rank(), self.shards())
-        self.data_parallel_rank = parallel_state.get_data_parallel_rank()
-        self.data_parallel_size = parallel_state.get_data_parallel_world_size()
-        self.inv_freq = self.chunks[0].rotary_pos_emb.inv_freq.to(self.device)
-        self._cp_group = parallel_state.get_context_parallel_group()
-        self._leftovers = Leftovers(self.chunks)
-        self.step.clear()
 
-    # -- gradients ----------------------------------------------------------------------------------------------------
-
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        outputs = self._run(micro_batches, self._loss, forward_only=False)
-        return self._from_last_stage(collect.merge_metrics(outputs))
-
-    def optim_step(self, denominator: float) -> OptimReport:
-        return self.step.apply(denominator, self.bridge, self.plan)
+    def _token_loss(self, found: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logprobs, entropy = found
+        return self.loss_fn(logprobs, entropy.detach(), batch)
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float | None = None) -> list[np.ndarray]:
         """As in the protocol; 0 where `loss_mask` is 0."""
-        with torch.no_grad(), self._temperature(temperature):
-            outputs = self._run(micro_batches, self._spread_only, forward_only=True)
-        sizes = [len(b.input_ids) for b in micro_batches]
-        if not sizes:
-            return []
-        flat = torch.cat(outputs[: len(sizes)]) if outputs else torch.empty(sum(sizes), device=self.device)
-        if self.trainer.pipeline_parallel > 1:
-            dist.broadcast(flat, parallel_state.get_pipeline_model_parallel_last_rank(), self.bridge.mpu.pp_group)
-        return [part.numpy().copy() for part in flat.cpu().split(sizes)]
+        with self._temperature(temperature):
+            return self._first_of_tokens(micro_batches)
 
     @contextlib.contextmanager
     def _temperature(self, temperature: float | None) -> Iterator[None]:
@@ -146,86 +64,11 @@ class MegatronTrainEngine:
             for chunk, value in zip(self.chunks, usual):
                 chunk.temperature = value
 
-    def _run(self, micro_batches: Sequence[MicroBatch], loss: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Run megatron's schedule; what `loss` returned for each micro-batch, on the last stage (else empty)."""
-        trainer, count = self.trainer, len(micro_batches)
-        if trainer.expert_parallel > 1:  # experts are shared over replicas: all of them run equally many batches
-            count = collect.extreme(count, dist.ReduceOp.MAX, self.device)
-        if trainer.virtual_pipeline:
-            count = -(-count // trainer.pipeline_parallel) * trainer.pipeline_parallel
-        if count == 0:
-            return []
-        batches = make_rank_batches(
-            micro_batches,
-            count=count,
-            multiple=trainer.context_parallel * (trainer.tensor_parallel if trainer.sequence_parallel else 1),
-            same_length=trainer.pipeline_parallel > 1,
-            cp_rank=self._cp_group.rank(),
-            cp_size=self._cp_group.size(),
-            prune=not trainer.sequence_parallel,
-            inv_freq=self.inv_freq,
-        )
-        several = len(self.models) > 1
-        outputs = get_forward_backward_func()(
-            forward_step_func=functools.partial(self._forward_step, loss),
-            data_iterator=[iter(batches) for _ in self.models] if several else iter(batches),
-            model=self.models if several else self.models[0],
-            num_microbatches=count,
-            seq_length=batches[0].tokens,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        self._leftovers.drop()
-        return outputs
-
-    def _forward_step(self, loss: Callable[..., Any], batches: Iterator[RankBatch], model: Any) -> tuple[Any, Any]:
-        batch = next(batches)
-        output = model(
-            input_ids=batch.input_ids,
-            position_ids=None,
-            attention_mask=None,
-            labels=batch.selection,
-            packed_seq_params=batch.packed,
-        )
-        return output, functools.partial(loss, batch)
-
-    def _loss(self, batch: RankBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        nothing = torch.zeros((), dtype=torch.int, device=self.device)  # the engine divides, not the schedule
-        if batch.source is None:
-            return output.sum() * 0.0, nothing, {}
-        logprobs, entropy = self._spread(batch, output)
-        loss, metrics = self.loss_fn(logprobs, entropy.detach(), batch.source)
-        return loss, nothing, metrics
-
-    def _spread_only(self, batch: RankBatch, output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-        return self._spread(batch, output)[0] if batch.source is not None else output.new_zeros(0)
-
-    def _spread(self, batch: RankBatch, scored: torch.Tensor) -> torch.Tensor:
-        """[2, N] at this rank's trained positions -> [2, T] over all positions of the micro-batch, 0 elsewhere."""
-        assert batch.source is not None
-        if self._cp_group.size() > 1:
-            share = batch.tokens // self._cp_group.size()
-            mine = scored.new_zeros(2, share).index_copy(1, batch.selection.index, scored)
-            scored = _GatherSlices.apply(mine, self._cp_group).index_select(1, batch.trained)
-        return scored.new_zeros(2, len(batch.source.input_ids)).index_copy(1, batch.origin, scored)
-
-    def _from_last_stage(self, metrics: dict[str, float]) -> dict[str, float]:
-        if self.trainer.pipeline_parallel == 1:
-            return metrics
-        last = parallel_state.get_pipeline_model_parallel_last_rank()
-        return collect.broadcast_numbers(metrics, last, self.bridge.mpu.pp_group, self.device)
-
-    # -- weights ------------------------------------------------------------------------------------------------------
-
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return export_tensors(self.bridge, [held_weights(chunk) for chunk in self.chunks], self.plan)
 
     def shards(self) -> dict[str, torch.Tensor]:
         return named_shards(self.bridge, self.chunks)
-
-    def train_state(self) -> dict[str, list[torch.Tensor]]:
-        return state_by_kind(self.chunks, self.step)
 
     def save_hf(self, folder: str) -> None:
         tensors = dict(self.export_weights())
@@ -239,29 +82,3 @@ class MegatronTrainEngine:
                 if os.path.isfile(source):
                     shutil.copyfile(source, os.path.join(folder, name))
         dist.barrier()
-
-    def save_checkpoint(self, folder: str, extra: dict[str, Any]) -> None:
-        checkpoint.save(folder, self.chunks, self.step, extra)
-
-    def load_checkpoint(self, folder: str) -> dict[str, Any]:
-        return checkpoint.load(folder, self.chunks, self.step)
-
-    def close(self) -> None:
-        world.leave_world(self._joined)
-
-
-class _GatherSlices(torch.autograd.Function):
-    """[..., T/cp] of each rank -> [..., T] on all ranks. Every rank computes the same loss from the result, and only
-    its own slice depends on its weights: the gradient is that slice, and data-parallel reduction adds up the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.rank, ctx.share = group.rank(), x.shape[-1]
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x, group=group)
-        return torch.cat(parts, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0][..., ctx.rank * ctx.share : (ctx.rank + 1) * ctx.share], None
