@@ -116,7 +116,7 @@ def test_decoupled_ppo_golden_values():
     """F21: log mu, old, pi = -1.2, -1.0, -0.9 and A = 1: weight 1.221403, ratio 1.105171, loss -1.349859"""
     lags = torch.tensor([6.0], dtype=torch.float64)
     old = proximal_logprobs("log_linear", tensor([0.0]), tensor([-6.0]), lags)
-    assert old.item() == pytest.approx(-6 + 6 * 0.833333, abs=1e-5)  # versions 4, 9 and 10
+    assert old.item() == pytest.approx(-6 + 6 * 5 / 6, abs=1e-9)  # versions 4, 9 and 10
     # a lag of 3 puts old two thirds of the way from mu to pi, as in the golden row
     batch = micro_batch([1], [1.0], np.array([-1.2]))
     batch = type(batch)(**{**{f: getattr(batch, f) for f in batch.__slots__}, "lags": np.array([3.0, 0.0])})

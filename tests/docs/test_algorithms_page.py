@@ -36,7 +36,9 @@ def test_every_setting_of_algorithm_and_correction_is_named_and_nothing_else_is(
     mine = {p.split(".")[-1] for p in all_paths() if p.startswith(("algorithm.", "correction."))} - {"group_size"}
     words = set(re.findall(r"`([a-z_]+)[`:]", PAGE)) | {w.split(".")[-1] for w in re.findall(r"`([a-z_.]+)[`:]", PAGE)}
     assert mine <= words
-    dotted = set(re.findall(r"`((?:algorithm|correction|reward|critic|workflow|rollout|evaluation)\.[a-z_]+)[`:]", PAGE))
+    dotted = set(
+        re.findall(r"`((?:algorithm|correction|reward|critic|workflow|rollout|evaluation)\.[a-z_]+)[`:]", PAGE)
+    )
     assert dotted <= set(all_paths())
 
 

@@ -79,12 +79,17 @@ def test_issued_equals_trained_plus_dropped_plus_open():
     assert window.open == 4
 
 
-@pytest.mark.parametrize("published", [0, 1, 10])
+@pytest.mark.parametrize("version", [0, 1, 10])
 @pytest.mark.parametrize("max_lag", [0, 1, 4])
-def test_the_window_admits_as_many_answers_as_the_published_bound_on_staleness(max_lag, published):
-    """F23: (max_lag + version + 1) batches have been issued at most, those in flight and accepted included."""
-    window, rows = StalenessWindow(max_lag, published), 64
+def test_the_window_is_the_published_bounds_on_staleness(max_lag, version):
+    """F23: (max_lag + version + 1) batches are issued at most, those in flight and accepted included. F24: of these
+    (1 + max_lag) are not trained yet, and what is open comes off. F25: with steps that count from 1, tokens are as old
+    as (step - 1) - max_lag."""
+    window, rows = StalenessWindow(max_lag, version), 64
     admitted = rows * sum(window.may_issue(batch) for batch in range(100))
-    assert admitted == (max_lag + published + 1) * rows
-    if (max_lag, published) == (4, 10):
+    assert admitted == (max_lag + version + 1) * rows
+    assert admitted - version * rows == (1 + max_lag) * rows
+    step = version + 1
+    assert window.oldest_allowed() == (step - 1) - max_lag
+    if (max_lag, version) == (4, 10):
         assert admitted - 900 == 60
