@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ MOST_NAMED = 8  # calls that a message names
 
 @dataclass(slots=True)
 class Crew:
-    """The workers, as proxies whose methods can be awaited (`workflow/workers.py`, `workflow/train_worker.py`)."""
+    """The workers, as proxies whose methods can be awaited (`workflow/*worker*.py`)."""
 
     rollouts: dict[int, Any]  # those that are up, by index
     scorer: Any
@@ -35,6 +35,7 @@ class Crew:
     leaders: list[int]  # indices of one trainer rank of every data-parallel replica
     starting: set[int] = field(default_factory=set)  # indices of replicas that may still join
     end: Callable[[int], None] = lambda index: None  # ends the process of a replica that answers nobody any more
+    critics: list[Any] = field(default_factory=list)  # all critic ranks; none where no critic is trained
 
 
 class Job:
@@ -77,12 +78,15 @@ class Job:
                 return None
 
     async def all_ranks(self, method: str, *args: Any) -> list[Any]:
-        ranks = enumerate(self.crew.trainers)
-        return list(await asyncio.gather(*(self._rank(i, t, method, args) for i, t in ranks)))
+        return await self.of_all("trainer", self.crew.trainers, method, args)
 
-    async def _rank(self, rank: int, trainer: Any, method: str, args: tuple[Any, ...]) -> Any:
-        with self.calling(f"trainer{rank}", method):
-            return await getattr(trainer, method)(*args)
+    async def of_all(self, kind: str, workers: Sequence[Any], method: str, args: tuple[Any, ...]) -> list[Any]:
+        """One call of every worker at the same time; `kind` and its place are what messages call a worker."""
+        return list(await asyncio.gather(*(self._one(f"{kind}{i}", w, method, args) for i, w in enumerate(workers))))
+
+    async def _one(self, name: str, worker: Any, method: str, args: tuple[Any, ...]) -> Any:
+        with self.calling(name, method):
+            return await getattr(worker, method)(*args)
 
     @contextlib.contextmanager
     def calling(self, whom: str, what: str) -> Iterator[None]:

@@ -96,6 +96,7 @@ class StepRecorder:
         self.started_busy = dict(self._busy_mark)
         self.end()
         self._pending_eval: dict[str, float] = {}
+        self._critic: dict[str, float] = {}
         self._recent: deque[str] = deque(maxlen=50)
 
     def begin(self) -> None:
@@ -143,6 +144,18 @@ class StepRecorder:
     def referenced(self, busy_s: float) -> None:
         self._times["reference"] = max(self._times["reference"], busy_s)
 
+    def valued(self, busy_s: float) -> None:
+        self._times["values"] += busy_s
+
+    def critic_trained(self, reports: Sequence[ChunkReport]) -> None:
+        """One of every replica of the critic; none without a critic."""
+        self._parts += [r.sums for r in reports]
+
+    def critic_finished(self, report: FinishReport | None) -> None:
+        """The critic's optimizer step of the running step."""
+        if report is not None:
+            self._critic = {"critic/grad_norm": report.optim.grad_norm, "critic/lr": report.optim.lr}
+
     def trained(self, step: int, claim: Any, rewards: np.ndarray, reports: Sequence[ChunkReport]) -> None:
         """A chunk was trained at version `step`; `rewards` of its rows, float64 [n]."""
         self._parts += [r.sums for r in reports]
@@ -179,7 +192,7 @@ class StepRecorder:
         now = self.clock()
         wall = self.last_step_s = now - self._mark
         optim = finish[0].optim
-        self.skipped += not optim.applied
+        self.skipped += not optim.applied and not self._only_critic(step)
         self.steps += 1
         if self._step_rewards:  # a step whose answers all went without a score has none
             self.rewards.append(float(np.mean(self._step_rewards)))
@@ -187,7 +200,7 @@ class StepRecorder:
         self.masked_tokens += self._masked_tokens
         self._trained_tokens += self._tokens
         metrics = reduce_sums([*self._parts, self._sample_parts()] if self._step_rewards else self._parts)
-        metrics |= self._loss(metrics)
+        metrics |= self._loss(metrics) | self._critic | explained_variance(metrics)
         self._times["update_weights"] = sync.step_still_s
         if turns.count:
             self._times |= {"give": turns.give_s, "take_back": turns.take_s}
@@ -249,6 +262,10 @@ class StepRecorder:
             ),
         }
 
+    def _only_critic(self, step: int) -> bool:
+        """Whether the policy was not meant to learn."""
+        return bool(self._critic) and step < self.config.critic.warmup_steps
+
     def _loss(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The number whose gradient was taken; none where nothing was trained."""
         a, total = self.config.algorithm, metrics.get("actor/loss_sum")
@@ -292,7 +309,7 @@ class StepRecorder:
         self._times.clear()
         self._abstained = self._unfinished = self._masked_tokens = self._masked_rows = 0
         self._generated_tokens = self._tokens = 0
-        self._pending_eval = {}
+        self._pending_eval, self._critic = {}, {}
 
     def evaluated(self, version: int, value: float | None) -> None:
         if value is None:
@@ -348,6 +365,15 @@ class StepRecorder:
             "note": self.note,
             "error": error,
         }
+
+
+def explained_variance(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Of the returns by the values; nothing where there are none, or where all returns are equal."""
+    if "critic/returns_mean" not in metrics:
+        return {}
+    of_returns = metrics["critic/returns_sq_mean"] - metrics["critic/returns_mean"] ** 2
+    left = metrics["critic/residual_sq_mean"] - metrics["critic/residual_mean"] ** 2
+    return {"critic/vf_explained_var": 1 - left / of_returns} if of_returns > 1e-12 else {}
 
 
 def waiting_rows(stats: Mapping[str, Any]) -> dict[str, int]:

@@ -12,7 +12,8 @@
     repack      answering.py  the last answers            nothing waits, all replicas answer (time)
     score       scoring.py    task `reward`, groups       answers of a whole group           answer
     reference   scoring.py    task `reference`, groups    answers of a whole group           answer
-    train       training.py   task `train`, groups        scored groups; turn                score (and reference)
+    value       valuing.py    task `value`, groups        scored groups (algorithm gae)      score (and reference)
+    train       training.py   task `train`, groups        scored groups; turn                score (reference, value)
     publish     training.py   versions that train made    every rank wrote its shards        train
     watchdog    run.py        -                           no progress for watchdog_s         ends the run, names who
                                                                                              waits for whom
@@ -47,6 +48,7 @@ from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.scoring import Scoring
 from mindspeed_asyncflow.workflow.training import Training
 from mindspeed_asyncflow.workflow.turns import NoTurns, Turns
+from mindspeed_asyncflow.workflow.valuing import Valuing
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync
 
 CANCEL_AGAIN_S = 1.0
@@ -78,13 +80,15 @@ class Run:
         self.feeder = Feeder(self.job, batches)
         self.answering = Answering(self.job)
         self.scoring = Scoring(self.job)
-        self.training = Training(self.job, self.feeder, self.answering.stop_all, evaluate, save)
+        self.valuing = Valuing(self.job)
+        self.training = Training(self.job, self.feeder, self.answering.stop_all, evaluate, save, self.valuing)
 
     async def train(self) -> None:
         """Run all loops until the last step is trained or the data ends; raise the first error of any loop."""
         trained = self._spawn(self.training.train_loop())
         loops = [self.feeder.feed_loop(), self.scoring.score_loop(), self.training.publish_loop(), self.watchdog()]
         loops += [self.scoring.reference_loop(i) for i in range(len(self.job.crew.references))]
+        loops += [self.valuing.value_loop()] if self.valuing.there else []
         for loop in loops:
             self._spawn(loop)
         self.answering.start()

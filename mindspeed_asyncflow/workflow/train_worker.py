@@ -95,7 +95,7 @@ class TrainWorker:
         handles = np.array(rows, dtype=np.int64)
         spans = ["response_spans"] if rules.oldest_allowed is not None else []
         columns = self.dock.read(handles, ["response_ids", "finish", "reward", self.advantage, *self.masks, *spans])
-        masks, _ = self._masks(columns, len(handles), rules)
+        masks, _ = trained_tokens(columns, len(handles), rules, self.algorithm.mask_truncated)
         tokens = [
             np.broadcast_to(np.asarray(advantage, np.float64), len(ids))[mask > 0 if mask is not None else slice(None)]
             for advantage, ids, mask in zip(columns[self.advantage], columns["response_ids"], masks)
@@ -147,7 +147,7 @@ class TrainWorker:
         spans = ["response_spans"] if self.by_lag or rules.oldest_allowed is not None else []
         columns = self.dock.read(rows, [*self.columns, *spans])
         self.samples.add(rows, groups, versions, columns)
-        masks, of_tokens = self._masks(columns, len(rows), rules)
+        masks, of_tokens = trained_tokens(columns, len(rows), rules, self.algorithm.mask_truncated)
         reference = columns.get("ref_logprobs")
         samples = []
         oldest: dict[int, int] = {}
@@ -177,25 +177,6 @@ class TrainWorker:
         if rules.oldest_allowed is not None and of_tokens is not None:
             too_old = sum(int((v < rules.oldest_allowed).sum()) for v in of_tokens)
         return samples, columns["finish"], oldest, too_old
-
-    def _masks(
-        self, columns: Mapping[str, Any], count: int, rules: ChunkRules
-    ) -> tuple[list[np.ndarray | None], list[np.ndarray] | None]:
-        """uint8 [L] of each answer: 0 where a token is not trained, None where all are; and, where the dock was asked
-        for spans, the version of each token [L]."""
-        of_tokens = None
-        masks: list[np.ndarray | None] = [None] * count
-        if "response_spans" in columns:
-            of_tokens = [versions_per_token(spans) for spans in columns["response_spans"]]
-        if rules.oldest_allowed is not None and of_tokens is not None:
-            masks = [(v >= rules.oldest_allowed).astype(np.uint8) for v in of_tokens]
-        if self.masks:
-            masks = [_both(m, np.asarray(written)) for m, written in zip(masks, columns["response_mask"])]
-        if self.algorithm.mask_truncated:
-            cut = np.asarray(columns["finish"]) == CUT_OFF
-            ids = columns["response_ids"]
-            masks = [np.zeros(len(answer), np.uint8) if c else m for m, c, answer in zip(masks, cut, ids)]
-        return masks, of_tokens
 
     def finish(self, version: int, tokens: int, sequences: int) -> FinishReport:
         """One optimizer step over everything accumulated; its weights, `version`, start on their way to the relay.
@@ -260,6 +241,26 @@ class TrainWorker:
         self.engine.close()
         self.dock.close()
         self.tracer.close()
+
+
+def trained_tokens(
+    columns: Mapping[str, Any], count: int, rules: ChunkRules, mask_truncated: bool
+) -> tuple[list[np.ndarray | None], list[np.ndarray] | None]:
+    """uint8 [L] of each of `count` answers: 0 where a token is not trained, None where all are; and, where `columns`
+    has `response_spans`, the version of each token [L]. `response_mask` is there where an environment wrote tokens."""
+    of_tokens = None
+    masks: list[np.ndarray | None] = [None] * count
+    if "response_spans" in columns:
+        of_tokens = [versions_per_token(spans) for spans in columns["response_spans"]]
+    if rules.oldest_allowed is not None and of_tokens is not None:
+        masks = [(v >= rules.oldest_allowed).astype(np.uint8) for v in of_tokens]
+    if "response_mask" in columns:
+        masks = [_both(m, np.asarray(written)) for m, written in zip(masks, columns["response_mask"])]
+    if mask_truncated:
+        cut = np.asarray(columns["finish"]) == CUT_OFF
+        ids = columns["response_ids"]
+        masks = [np.zeros(len(answer), np.uint8) if c else m for m, c, answer in zip(masks, cut, ids)]
+    return masks, of_tokens
 
 
 def _both(mask: np.ndarray | None, other: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ from mindspeed_asyncflow.workflow import batcher
 from mindspeed_asyncflow.workflow.feeding import Feeder
 from mindspeed_asyncflow.workflow.job import Job
 from mindspeed_asyncflow.workflow.train_worker import ChunkRules, FinishReport
+from mindspeed_asyncflow.workflow.valuing import Valuing
 from mindspeed_asyncflow.workflow.weight_sync import expected_of
 
 
@@ -45,7 +46,9 @@ class Training:
         stop_answering: Callable[[], Awaitable[None]],
         evaluate: Callable[[], Awaitable[float | None]],
         save: Callable[[int], Awaitable[None]],
+        valuing: Valuing,
     ) -> None:
+        self.valuing = valuing
         self.job, self.feeder, self.stop_answering = job, feeder, stop_answering
         self.evaluate, self.save = evaluate, save
         self.made: asyncio.Queue[tuple[int, OptimReport, asyncio.Future]] = asyncio.Queue()  # versions to publish
@@ -112,10 +115,13 @@ class Training:
 
     async def _finish(self, step: int, sums: _Sums) -> None:
         job = self.job
+        tokens = sums.tokens if step >= self.valuing.warmup else 0  # until then only the critic learns
         with job.recorder.busy("trainer"):
-            self.finish = await job.all_ranks("finish", step + 1, sums.tokens, sums.sequences)
+            trainer = job.all_ranks("finish", step + 1, tokens, sums.sequences)
+            self.finish, critic = await asyncio.gather(trainer, self.valuing.finish(step + 1))
+        job.recorder.critic_finished(critic)
         optim = self.finish[0].optim
-        job.events.note("finished", version=step + 1, tokens=sums.tokens, samples=sums.sequences, optim=optim)
+        job.events.note("finished", version=step + 1, tokens=tokens, samples=sums.sequences, optim=optim)
         self._count_bad(self.finish[0])
         job.window.advance(step + 1)
         job.window.trained += sums.samples
@@ -252,12 +258,16 @@ class Training:
         versions = dict(zip(rows, zip(claim.version_min.tolist(), claim.version_max.tolist())))
         groups = dict(zip(rows, zip(claim.group_ids.tolist(), claim.members.tolist())))
         with job.recorder.busy("trainer"):
-            reports = await job.all_ranks("train", plan, versions, groups, rules, shown)
+            reports, of_critic = await asyncio.gather(
+                job.all_ranks("train", plan, versions, groups, rules, shown),
+                self.valuing.train(plan, versions, groups, rules),
+            )
         one_per_replica = [reports[i] for i in job.crew.leaders]
         trained = [r.sums for r in one_per_replica]
         job.events.note("trained", step=step, plan=plan, groups=groups, versions=versions, sums=trained, rules=rules)
         rewards = np.array((await job.dock.read(claim.rows, ["reward"]))["reward"], dtype=np.float64)
         job.recorder.trained(step, claim, rewards, one_per_replica)
+        job.recorder.critic_trained(of_critic)
         job.progressed()
         sums.samples += len(claim.rows)
         sums.sequences += int(sum(s["actor/loss_sequences_count"] for s in trained))
