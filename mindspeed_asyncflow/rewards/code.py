@@ -81,13 +81,15 @@ class Code:
             reading, writing = os.pipe()
             stack.callback(os.close, reading)
             process = subprocess.Popen(
-                # the descriptor for the last word is 3 in the child, whatever it is here
-                ["/bin/sh", "-c", f'exec "$0" -I -S -B "$1" "$2" 3>&{writing}', sys.executable, _SCRIPT,
-                 json.dumps([self.limits, os.getpid()])],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[writing],
-                cwd=folder, env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+                [sys.executable, "-I", "-S", "-B", _SCRIPT, json.dumps([self.limits, os.getpid(), writing])],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[writing],
+                cwd=folder,
+                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
                 start_new_session=True,
-            )  # fmt: skip
+            )
             os.close(writing)
             stack.callback(_end, process)
             given = b"%d\n%s%s\n%s" % (len(program), program, word.encode(), case.stdin.encode("utf-8", "replace"))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_asyncflow.data.tasks import Task, build_task
+from mindspeed_asyncflow.data.tasks import Task, build_task, named_tasks
 from mindspeed_asyncflow.errors import RewardError
 from mindspeed_asyncflow.rewards.base import Answer, BatchScorer, Scorer
 from mindspeed_asyncflow.rewards.code import Code
@@ -44,9 +44,8 @@ class Spec:
 
     @classmethod
     def of(cls, data: DataConfig, reward: RewardConfig) -> Spec:
-        tasks = [(source.task, dict(source.options)) for source in data.mix] or [(data.task, dict(data.options))]
         scorers = [(s.name, s.weight, dict(s.options)) for s in reward.scorers]
-        return cls(tasks, scorers, reward.timeout_s)
+        return cls(named_tasks(data), scorers, reward.timeout_s)
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)

@@ -31,17 +31,17 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
         "audit": 0xC000003E, "clone": 56, "clone3": 435, "open_flags": {2: 1, 257: 2}, "openat2": 437,
         "refused": [  # fork vfork execve execveat socket connect io_uring_setup kill tkill tgkill ptrace and so on
             57, 58, 59, 322, 41, 42, 425, 62, 129, 200, 234, 297, 424, 434, 101, 310, 311,
-            76, 77, 82, 83, 84, 85, 86, 87, 88, 90, 91, 92, 93, 94, 132, 133, 235, 258, 259, 260, 261, 263, 264, 265, 266,
-            268, 280, 316, 188, 189, 190, 160, 302, 165, 166, 155, 161, 272, 308, 317, 321, 319, 323, 298, 248, 249, 250,
-            109, 112, 29, 30, 64, 68, 240,
+            76, 77, 82, 83, 84, 85, 86, 87, 88, 90, 91, 92, 93, 94, 132, 133, 235, 258, 259, 260, 261, 263, 264, 265,
+            266, 268, 280, 316, 188, 189, 190, 160, 302, 165, 166, 155, 161, 272, 308, 317, 321, 319, 323, 298, 248,
+            249, 250, 109, 112, 29, 30, 64, 68, 240,
         ],
     },
     "aarch64": {
         "audit": 0xC00000B7, "clone": 220, "clone3": 435, "open_flags": {56: 2}, "openat2": 437,
         "refused": [
             221, 281, 198, 203, 425, 129, 130, 131, 138, 424, 434, 117, 270, 271,
-            45, 46, 34, 35, 36, 37, 38, 276, 33, 52, 53, 54, 55, 88, 5, 6, 7, 164, 261, 40, 39, 41, 51, 97, 268, 277, 280,
-            279, 282, 241, 217, 218, 219, 154, 157, 194, 196, 190, 186, 180,
+            45, 46, 34, 35, 36, 37, 38, 276, 33, 52, 53, 54, 55, 88, 5, 6, 7, 164, 261, 40, 39, 41, 51, 97, 268, 277,
+            280, 279, 282, 241, 217, 218, 219, 154, 157, 194, 196, 190, 186, 180,
         ],
     },
 }
@@ -49,7 +49,7 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def _filter(machine: str) -> bytes:
-    """A BPF program: which system calls end with an error. Its input: number at 0, architecture at 4, arguments at 16."""
+    """A BPF program: which system calls end with an error. Input: number at 0, architecture at 4, arguments at 16."""
     known = _ARCHITECTURES[machine]
     code: list[tuple[int, int, int, int]] = [
         (_LOAD, 0, 0, 4),
@@ -87,7 +87,7 @@ class _Program(ctypes.Structure):
 
 
 def confine(cpu_s: int, memory_mb: int, output_bytes: int) -> None:
-    """From here on this process, and whatever it runs, is inside the limits. Raises OSError where the kernel refuses."""
+    """From here on this process is inside the limits. Raises OSError where the kernel refuses."""
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (output_bytes,) * 2)
@@ -103,11 +103,12 @@ def confine(cpu_s: int, memory_mb: int, output_bytes: int) -> None:
 
 
 def _main() -> None:
-    """Arguments: JSON of limits and parent. Standard input: program length in bytes as a line, program, then its input.
+    """Argument: JSON of limits, parent and a descriptor. Standard input: length of the program in bytes as a line, the
+    program, a word as a line, and what the program reads.
 
-    The word that says "it ran to its end" goes to descriptor 3; a program that leaves early does not say it.
+    The word goes to the descriptor when the program has run to its end; one that leaves early does not say it.
     """
-    limits, parent = json.loads(sys.argv[1])
+    limits, parent, said = json.loads(sys.argv[1])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -124,7 +125,7 @@ def _main() -> None:
         if error.code not in (None, 0) or not word.startswith(b"exits:"):
             raise
     sys.stdout.flush()
-    os.write(3, word)
+    os.write(said, word)
 
 
 if __name__ == "__main__":

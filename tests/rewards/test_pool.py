@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_asyncflow.config.schema import DataConfig
+from mindspeed_asyncflow.config.schema import DataConfig, RewardConfig
 from mindspeed_asyncflow.errors import RewardError
+from mindspeed_asyncflow.rewards.base import Answer
 from mindspeed_asyncflow.rewards.pool import Score, ScorerPool
 
 ROOT = Path(__file__).parents[2]
@@ -18,11 +19,11 @@ HOSTILE = DataConfig(task="python:tests.rewards.hostile_tasks:Hostile")
 
 
 def score(pool, *texts):
-    return pool.score(list(texts), [""] * len(texts), [True] * len(texts))
+    return pool.score([Answer(text, "", True) for text in texts])
 
 
 def make_pool(workers=2, timeout_s=0.5, on_timeout="drop", data=HOSTILE):
-    return ScorerPool(data, workers, timeout_s, on_timeout)
+    return ScorerPool(data, RewardConfig(workers=workers, timeout_s=timeout_s, on_timeout=on_timeout))
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_scores_come_back_in_order_and_256_of_them_cost_little():
         times = []
         for _ in range(5):
             began = time.perf_counter()
-            scores = with_sort.score(texts, truths, [i % 2 == 0 for i in range(256)])
+            scores = with_sort.score([Answer(*each) for each in zip(texts, truths, [i % 2 == 0 for i in range(256)])])
             times.append(time.perf_counter() - began)
         assert [s.value for s in scores] == [float(i % 3 != 0 and i % 2 == 0) for i in range(256)]
         assert min(times) < 0.03  # about 0.002 on a quiet machine
@@ -150,7 +151,7 @@ def test_a_task_that_cannot_start_is_an_error_at_once(monkeypatch):
     with pytest.raises(RewardError, match="exit code 3"):
         make_pool(data=DataConfig(task="python:tests.rewards.hostile_tasks:Unstartable"))
     with pytest.raises(RewardError, match=r"cannot start: .*unknown"):
-        make_pool(data=DataConfig(task="sort5"))
+        make_pool(data=DataConfig(task="sort99"))
 
 
 def test_close_leaves_no_process_even_while_one_is_hung(pool):
@@ -167,11 +168,13 @@ def test_close_leaves_no_process_even_while_one_is_hung(pool):
 
 PARENT = """
 import sys, threading
-from mindspeed_asyncflow.config.schema import DataConfig
+from mindspeed_asyncflow.config.schema import DataConfig, RewardConfig
+from mindspeed_asyncflow.rewards.base import Answer
 from mindspeed_asyncflow.rewards.pool import ScorerPool
-pool = ScorerPool(DataConfig(task="python:tests.rewards.hostile_tasks:Hostile"), 2, 600.0, "drop")
+hostile = DataConfig(task="python:tests.rewards.hostile_tasks:Hostile")
+pool = ScorerPool(hostile, RewardConfig(workers=2, timeout_s=600.0))
 print(*[p.process.pid for p in pool._processes], flush=True)
-pool.score(["regex"], [""], [True])
+pool.score([Answer("regex", "", True)])
 """
 
 
