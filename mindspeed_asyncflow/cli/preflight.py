@@ -15,7 +15,9 @@ from mindspeed_asyncflow.data.sources import Sources, make_sources
 from mindspeed_asyncflow.data.stream import PromptStream
 from mindspeed_asyncflow.data.tasks import Demonstrating, Task
 from mindspeed_asyncflow.data.tokenizers import load_tokenizer, set_chat_template
-from mindspeed_asyncflow.errors import ConfigError, DataError
+from mindspeed_asyncflow.environments.base import build_environment
+from mindspeed_asyncflow.errors import ConfigError, DataError, RewardError
+from mindspeed_asyncflow.rewards import registry
 
 # SmolLM2-135M, for arithmetic before its weights are unpacked.
 SMOLLM2 = {
@@ -84,7 +86,7 @@ def _task_and_model(config: Config) -> list[checks.Finding]:
     for source in [*sources.train, *sources.validation]:
         if not isinstance(source.task, Task):
             return [checks.Finding("error", ("data.task",), f"{source.task} makes no task (problems and score)")]
-    found = _problems(config, sources)
+    found = _problems(config, sources) or _scorers(config)
     if found:
         return found
     folder = Path(config.model.source)
@@ -97,6 +99,21 @@ def _task_and_model(config: Config) -> list[checks.Finding]:
     if kind == "builtin" and without:
         message = f"{config.model.source} learns from demonstrations first, and {without[0]} has none"
         return [checks.Finding("error", ("model.source", "data.task"), message)]
+    return []
+
+
+def _scorers(config: Config) -> list[checks.Finding]:
+    """Scorers, and the environment, are made once here: what is wrong with them shows before a process starts."""
+    try:
+        registry.check(registry.Spec.of(config.data, config.reward))
+    except RewardError as error:
+        return [checks.Finding("error", ("reward.scorers",), str(error))]
+    if config.turns.environment is None:
+        return []
+    try:
+        build_environment(config.turns.environment, dict(config.turns.options))
+    except RewardError as error:
+        return [checks.Finding("error", ("turns.environment",), str(error))]
     return []
 
 

@@ -58,6 +58,11 @@ class Code:
         self.all_s = 0.9 * timeout_s  # the pool would end the scorer itself, and then nothing would be known
         self.limits = {"cpu_s": math.ceil(case_s), "memory_mb": memory_mb, "output_bytes": self.most_bytes}
 
+    def check(self) -> None:
+        """Raises `RewardError` where the kernel does not let a sandbox be made."""
+        if not self._passes(Case(""), 10.0):
+            raise RewardError("scorer code cannot make a sandbox: this kernel or container refuses seccomp filters")
+
     def score(self, answer: Answer) -> float:
         blocks = _BLOCK.findall(answer.text)
         program = blocks[-1] if blocks else answer.text

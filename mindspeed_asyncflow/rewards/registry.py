@@ -119,6 +119,13 @@ def build_scorer(name: str, options: Mapping[str, Any], timeout_s: float) -> Sco
         raise RewardError(f"reward.scorers {name} with options {dict(options)}: {error}") from error
 
 
+def check(spec: Spec) -> None:
+    """Raises `RewardError` for scorers that cannot be made, or cannot work on this machine."""
+    for part in build(spec).parts:
+        if isinstance(part.scorer, Code):
+            part.scorer.check()
+
+
 def build(spec: Spec) -> Combined:
     """All scorers of a run. Raises `RewardError` or `DataError` for what cannot be built."""
     if not spec.scorers:

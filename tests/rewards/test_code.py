@@ -4,6 +4,7 @@ import subprocess
 
 import pytest
 
+from mindspeed_asyncflow.errors import RewardError
 from mindspeed_asyncflow.rewards.base import Answer
 from mindspeed_asyncflow.rewards.code import Code, cases_of
 
@@ -113,3 +114,10 @@ def test_a_truth_without_usable_tests_is_an_error(truth, said):
 def test_limits_that_make_no_sense_are_refused(options):
     with pytest.raises(ValueError, match="case_s"):
         Code(**options)
+
+
+def test_a_machine_without_sandboxes_is_told_before_the_run(monkeypatch):
+    Code().check()
+    monkeypatch.setattr(Code, "_passes", lambda *_: False)
+    with pytest.raises(RewardError, match="seccomp"):
+        Code().check()
