@@ -139,4 +139,6 @@ def build(spec: Spec) -> Combined:
         else:
             scorer = build_scorer(name, options, spec.timeout_s)
         parts.append(Part(label, weight, scorer))
+    if sum(part.weight for part in parts) == 0:
+        raise RewardError("the weights of reward.scorers add up to 0")
     return Combined(parts)

@@ -92,6 +92,11 @@ def test_a_users_function_gets_what_it_names_and_its_options():
     assert build_scorer(f"{HERE}:wide", {"bonus": 0.5}, 5.0).score(answer) == 4.5
 
 
+def test_weights_that_add_up_to_nothing_are_refused():
+    with pytest.raises(RewardError, match="add up to 0"):
+        build(spec({"name": "exact", "weight": 1}, {"name": "exact", "weight": -1}))
+
+
 def test_every_documented_scorer_is_there():
     assert set(SCORERS) == {"exact", "format", "number", "choice", "math", "code", "length", "http"}
 
