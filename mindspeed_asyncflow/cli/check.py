@@ -101,6 +101,8 @@ def _processes(config: Config, machine: Machine) -> Iterator[str]:
     yield "dock: controller and warehouse of this node"
     order = f"TP {t.tensor_parallel} x CP {t.context_parallel} x DP {t.data_parallel} x PP {t.pipeline_parallel}"
     yield f"trainer: {t.world_size} rank{'s' * (t.world_size > 1)} on {device} ({order}), {t.threads} threads each"
+    if config.critic_size:
+        yield f"critic: {config.critic_size} ranks on {device}, cut like it, {config.critic.threads} threads each"
     where = f"the trainer's {device}s, in turn with it" if config.workflow.schedule == "colocated" else device
     yield f"rollout: {r.replicas} x {r.engine} on {where} (TP {r.tensor_parallel}), {r.threads} threads each"
     if config.workflow.lend:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_asyncflow.cli import preflight, settings
-from mindspeed_asyncflow.config import Config, machine
+from mindspeed_asyncflow.config import Config, machine, rules_critic
 from mindspeed_asyncflow.config.feasibility import on_npu
 from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.planner import ready
@@ -89,7 +89,8 @@ def on_this_machine(config: Config, here: machine.Machine) -> Config:
 
 
 def model_work(config: Config) -> Work:
-    """Raises `ConfigError` where the sizes of `model.source` cannot be told."""
+    """Raises `ConfigError` where the sizes of `model.source` cannot be told, and where a critic is trained too."""
+    rules_critic.refuse_priced(config)
     sizes = preflight.model_sizes(config)
     if sizes is None:
         raise ConfigError(f"model.source={config.model.source}: a plan needs its config.json, or a builtin model")

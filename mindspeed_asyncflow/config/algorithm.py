@@ -62,6 +62,10 @@ class AlgorithmConfig(Section):
     )
 
     @property
+    def with_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
     def kl_reward(self) -> bool:
         return self.kl_coef > 0 and self.kl_in == "reward"
 
@@ -113,7 +117,8 @@ class CorrectionConfig(Section):
 
 
 class CriticConfig(Section):
-    """Used with `algorithm.advantage` gae. The critic starts from `model.source`, with the trainer's parallel sizes."""
+    """Used with `algorithm.advantage` gae. The critic starts from `model.source`, its value head at 0. What is not named
+    here it has from the trainer: parallel sizes, `lr_decay`, `betas`, `weight_decay`, `micro_batch_tokens`."""
 
     lr: float = Field(1e-3, gt=0, description="Peak learning rate of the critic.")
     lr_warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises from 0.")

@@ -58,8 +58,11 @@ def needed_replicas(config: Config) -> int:
 
 def arena_bytes(config: Config) -> int:
     """Upper bound of the payload that one warehouse holds: every sample under way at its longest."""
-    # Prompt ids, then per answer token: id, rollout log-prob, reference log-prob (4 bytes each) and the loss mask.
-    per_sample = 4 * config.data.max_prompt_tokens + 13 * config.rollout.max_new_tokens + ROW_BYTES
+    # Prompt ids, then per answer token: id, rollout log-prob, reference log-prob (4 bytes each) and the loss mask;
+    # where tokens have advantages, these; with a critic, values and returns.
+    a = config.algorithm
+    per_token = 13 + 4 * a.token_level + 8 * a.with_critic
+    per_sample = 4 * config.data.max_prompt_tokens + per_token * config.rollout.max_new_tokens + ROW_BYTES
     return config.most_samples_open * per_sample
 
 
@@ -136,9 +139,12 @@ def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
         "rollout.replicas",
         "rollout.tensor_parallel",
     )
-    made_of = f"{t.world_size} trainer ranks + {own_replicas(config)} rollout replicas x {r.tensor_parallel}"
+    critics = config.critic_size
+    trained = f"{t.world_size} trainer ranks" + (f" + {critics} critic ranks" if critics else "")
+    keys = (*keys, "algorithm.advantage") if critics else keys
+    made_of = f"{trained} + {own_replicas(config)} rollout replicas x {r.tensor_parallel}"
     if on_npu(config, machine):
-        ranks = t.world_size + needed_replicas(config) * r.tensor_parallel
+        ranks = t.world_size + critics + needed_replicas(config) * r.tensor_parallel
         if ranks > machine.npus:
             yield "error", ("run.platform", *keys), f"{ranks} NPUs wanted ({made_of}), {machine.npus} available"
         return
@@ -155,7 +161,7 @@ def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
     if config.run.ray_cpus and config.run.ray_cpus > machine.cpus:
         yield "error", ("run.ray_cpus",), f"{config.run.ray_cpus:g} CPUs wanted, {machine.cpus} available"
     limit = MAX_PROCESSES_PER_CPU * machine.cpus
-    processes = t.world_size + rollout_ranks + config.reward.workers
+    processes = t.world_size + critics + rollout_ranks + config.reward.workers
     if processes > limit:
         shared = f" + {sharing} on the trainer's devices x {r.tensor_parallel}" if sharing else ""
         yield (
@@ -165,9 +171,11 @@ def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
             f"sense on the {machine.cpus} CPUs available",
         )
     own = own_replicas(config) * r.tensor_parallel
-    wanted = t.world_size * t.threads + own * r.threads
+    wanted = t.world_size * t.threads + critics * config.critic.threads + own * r.threads
     if machine.cpus < wanted <= limit:
         parts = [f"{t.world_size} trainer ranks x {t.threads} threads"]
+        if critics:
+            parts.append(f"{critics} critic ranks x {config.critic.threads} threads")
         if own:
             parts.append(f"{own_replicas(config)} rollout replicas x {r.tensor_parallel} ranks x {r.threads} threads")
         others = f"; the {sharing} on the trainer's devices wait while it works" if sharing else ""
@@ -197,6 +205,8 @@ def memory_bytes(config: Config, machine: Machine, model: ModelShape | None) -> 
         "rollout processes": engines * r.tensor_parallel * REPLICA_BYTES[r.engine],
         "dock arena": config.dock.arena_mb * config.dock.pairs * MIB,
     }
+    if config.critic_size:
+        parts["critic processes"] = config.critic_size * TRAINER_RANK_BYTES
     count = model.parameters if model else 0
     width = DTYPE_BYTES[config.model.dtype]
     kept = 0 if in_place(config) else config.workflow.keep_versions + 1  # one is written
@@ -210,6 +220,10 @@ def memory_bytes(config: Config, machine: Machine, model: ModelShape | None) -> 
         parts["key/value caches"] = replicas * r.kv_cache_mb * MIB
         parts["rollout weights"] = replicas * count * width
         parts["trainer weights, gradients, optimizer"] = trained * (per_parameter + 4)  # fp32 gradients
+        if config.critic_size:  # the same without the vocabulary head, which may be tied
+            body = count - (model.vocab * model.hidden if model and not model.tied else 0)
+            of_body = t.data_parallel * t.context_parallel * body
+            parts["critic weights, gradients, optimizer"] = of_body * (per_parameter + 4)
     return parts
 
 

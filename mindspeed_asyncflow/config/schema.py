@@ -195,6 +195,18 @@ class Config(Section):
     simulation: SimulationConfig = SimulationConfig()
 
     @property
+    def critic_ranks(self) -> TrainerConfig:
+        """What the ranks of a critic take for their trainer settings."""
+        k = self.critic
+        own = {"lr": k.lr, "lr_warmup_steps": k.lr_warmup_steps, "grad_clip": k.grad_clip, "threads": k.threads}
+        return self.trainer.model_copy(update=own)
+
+    @property
+    def critic_size(self) -> int:
+        """Critic ranks, each with a device of its own; 0 without a critic."""
+        return self.trainer.world_size if self.algorithm.with_critic else 0
+
+    @property
     def samples_per_step(self) -> int:
         return self.workflow.groups_per_step * self.algorithm.group_size
 

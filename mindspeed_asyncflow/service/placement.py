@@ -39,6 +39,8 @@ def demands(config: Config) -> list[Demand]:
     t, r = config.trainer, config.rollout
     sizes = "trainer.tensor_parallel, pipeline_parallel, context_parallel, data_parallel"
     wanted = [Demand("trainer", t.world_size, 1, sizes, t.world_size)]
+    if critics := config.critic_size:
+        wanted.append(Demand("critic", critics, 1, f"algorithm.advantage gae; {sizes}", critics))
     if own := own_replicas(config):
         keys = "rollout.replicas, rollout.tensor_parallel" + (", rollout.min_replicas" if r.min_replicas else "")
         wanted.append(Demand("rollout", own, r.tensor_parallel, keys, needed_replicas(config)))

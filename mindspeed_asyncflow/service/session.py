@@ -89,16 +89,17 @@ class Session(Workers):
             for i in range(own_replicas(config))
         }
         self.references = [self.spawn("reference0")] if config.algorithm.kl_coef > 0 else []
+        self.critics = self.spawn_critics()
         self.scorer = self.spawn("scorer", concurrency=2)
         limit_s = config.workflow.start_timeout_s
         self.replicas = Replicas(own, needed_replicas(config), limit_s, self._build_replica)
         self.replicas.lost = self._lost
         all_placed = await self.replicas.find()
-        fixed = [*pairs, *ranks, *self.references, self.scorer]
+        fixed = [*pairs, *ranks, *self.critics, *self.references, self.scorer]
         known = {own[i].name: place for i, place in self.replicas.places.items()}
         await self.find_places(fixed, known, all_there=all_placed)
         addresses = await self.start_dock(pairs, secret)
-        claimers = (config.rollout.replicas + sharing_replicas(config)) * config.workflow.lanes + 4
+        claimers = (config.rollout.replicas + sharing_replicas(config)) * config.workflow.lanes + 5
         self.dock = ThreadDock(DockClient(addresses, secret, config.dock.wait_s), PARTITION, claimers)
         self.spec = wiring.WorkerSpec(
             config, self.model_folder, self.stop_ids, addresses, secret,
@@ -110,10 +111,11 @@ class Session(Workers):
 
     def _who_starts(self) -> str:
         config = self.config
+        critics = f"{config.critic_size} critic rank(s), " if config.critic_size else ""
         lent = f" and {sharing_replicas(config)} on lent devices" if config.workflow.lend else ""
         return (
-            f"starting {config.trainer.world_size} trainer rank(s), {config.rollout.replicas} rollout replica(s){lent} "
-            f"({config.rollout.engine}), scorer"
+            f"starting {config.trainer.world_size} trainer rank(s), {critics}"
+            f"{config.rollout.replicas} rollout replica(s){lent} ({config.rollout.engine}), scorer"
         )
 
     async def _start_workers(self, ranks: Sequence[Remote], threads: int) -> None:
@@ -123,7 +125,8 @@ class Session(Workers):
         self.replicas.start()
         others = {r.name: r.build(wiring.build_reference, spec, i) for i, r in enumerate(self.references)}
         others["scorer"] = self.scorer.build(wiring.build_scorer, spec)
-        await asyncio.gather(self.in_time(others), self._start_ranks(ranks, threads), self.replicas.enough())
+        critics = self.start_critics(self.critics, spec)
+        await asyncio.gather(self.in_time(others), self._start_ranks(ranks, threads), critics, self.replicas.enough())
 
     async def _start_ranks(self, ranks: Sequence[Remote], threads: int) -> None:
         spec = self.spec
@@ -278,8 +281,8 @@ class Session(Workers):
     async def train(self) -> None:
         assert self.dock is not None
         late = [i for i in self.replicas.remotes if i not in self.rollouts]
-        leaders = wiring.leaders(self.config)
-        crew = Crew(dict(self.rollouts), self.scorer, self.references, self.trainers, leaders, set(late), self._end)
+        workers = (dict(self.rollouts), self.scorer, self.references, self.trainers)
+        crew = Crew(*workers, wiring.leaders(self.config), set(late), self._end, self.critics)
         self.run = Run(
             self.config,
             self.dock,
@@ -384,8 +387,8 @@ class Session(Workers):
         folder.mkdir(parents=True, exist_ok=True)
         extra = {"step": step, "data": self.stream.state(), "seed": self.config.run.seed}
         async with self.turns.training():
-            saving = asyncio.gather(*(t.save(str(folder), extra) for t in self.trainers))
-            await self.within(saving, "the trainer ranks to save")
+            saving = asyncio.gather(*(t.save(str(folder), extra) for t in [*self.trainers, *self.critics]))
+            await self.within(saving, "the trainer and critic ranks to save")
         self.folder.point_hf(folder / "hf")
 
     @property

@@ -24,6 +24,7 @@ from mindspeed_asyncflow.platforms.ports import HeldPort, hold_port
 from mindspeed_asyncflow.records import SamplingSpec
 from mindspeed_asyncflow.service.relays import RelayOfRank
 from mindspeed_asyncflow.workflow.conversing import Conversation
+from mindspeed_asyncflow.workflow.critic_worker import CriticWorker
 from mindspeed_asyncflow.workflow.publisher import Publisher
 from mindspeed_asyncflow.workflow.sample_log import NoSamples, SampleLog
 from mindspeed_asyncflow.workflow.score_worker import ReferenceWorker, ScoreWorker
@@ -166,11 +167,11 @@ def leaders(config: Config) -> list[int]:
     return [replica * t.tensor_parallel * t.context_parallel for replica in range(t.data_parallel)]
 
 
-_held: HeldPort | None = None  # in the process of trainer rank 0: the port of its rendezvous, from choosing to use
+_held: HeldPort | None = None  # in the process of the first rank: the port of the rendezvous, from choosing to use
 
 
 def hold_rendezvous_port(host: str) -> HeldPort:
-    """Choose and keep the port at which the trainer ranks meet; `build_trainer` in the same process takes it over."""
+    """Choose and keep the port at which ranks meet; their recipe in the same process takes it over."""
     global _held
     _held = hold_port(host=host)
     return _held
@@ -196,9 +197,17 @@ def _train_engine(spec: WorkerSpec, rank: int, master: tuple[str, int]) -> Any:
     return MegatronTrainEngine(
         spec.model_folder,
         config.trainer,
-        dtype=config.model.dtype,
         temperature=config.rollout.temperature,
         loss_fn=make_policy_loss(config.algorithm, config.correction),
+        **_rank_arguments(spec, rank, master),
+    )
+
+
+def _rank_arguments(spec: WorkerSpec, rank: int, master: tuple[str, int]) -> dict[str, Any]:
+    """Of a megatron engine, whatever it trains."""
+    config = spec.config
+    return dict(
+        dtype=config.model.dtype,
         rank=rank,
         world_size=config.trainer.world_size,
         master_address=master[0],
@@ -207,6 +216,33 @@ def _train_engine(spec: WorkerSpec, rank: int, master: tuple[str, int]) -> Any:
         timeout_s=config.workflow.start_timeout_s,
         platform=config.run.platform,
         held_port=_held if rank == 0 else None,
+    )
+
+
+def build_critic(spec: WorkerSpec, rank: int, master: tuple[str, int]) -> CriticWorker:
+    from mindspeed_asyncflow.algorithms.value_loss import make_value_loss
+    from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
+
+    name, config = f"critic{rank}", spec.config
+    tracer = _enter(spec, name)
+    bootstrap(config.run.platform, config.critic.threads)  # as for a trainer rank
+    from mindspeed_asyncflow.engines.megatron.critic import MegatronCritic
+
+    engine = MegatronCritic(
+        spec.model_folder,
+        config.critic_ranks,
+        loss_fn=make_value_loss(config.critic),
+        **_rank_arguments(spec, rank, master),
+    )
+    return CriticWorker(
+        engine,
+        _dock(spec),
+        config.algorithm,
+        name=name,
+        replica=replica_of(config, rank),
+        leads=rank in leaders(config),
+        tracer=tracer,
+        conversations=config.turns.environment is not None,
     )
 
 
@@ -326,7 +362,7 @@ def build_pair(config: Config, secret: bytes, pair: int, arena_path: str, host: 
             with_reference=a.kl_coef > 0,
             kl_in_reward=a.kl_reward,
             token_level=a.token_level,
-            critic=a.advantage == "gae",
+            critic=a.with_critic,
         ),
         arena_mb=config.dock.arena_mb,
         lease_s=config.dock.lease_s,

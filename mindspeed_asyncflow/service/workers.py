@@ -1,4 +1,4 @@
-"""The processes that a run cannot do without: dock pairs and trainer ranks, and how processes are started and ended."""
+"""Processes that a run cannot do without: dock pairs, trainer and critic ranks; how processes are started and ended."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ class Workers:
         ranks = range(self.config.trainer.world_size)
         return [self.spawn(f"trainer{r}", devices=1, aside=("published",), beside=beside) for r in ranks]
 
+    def spawn_critics(self) -> list[Remote]:
+        """One process for each critic rank, on a device of its own; none without a critic."""
+        return [self.spawn(f"critic{r}", devices=1) for r in range(self.config.critic_size)]
+
     async def find_places(self, workers: Sequence[Remote], others: Mapping[str, Place], *, all_there: bool) -> None:
         """Where the workers run, by name, and the driver. `others`: places that are known already; `all_there`: no
         process on another node can come in later."""
@@ -64,7 +68,7 @@ class Workers:
         return found
 
     async def rendezvous(self, first: Remote) -> tuple[str, int]:
-        """Address at which the trainer ranks meet; the process of rank 0 keeps the port until it is used."""
+        """Address at which trainer or critic ranks meet; the process of rank 0 keeps the port until it is used."""
         host = self.places[first.name].ip
         await self.in_time({first.name: first.build(wiring.hold_rendezvous_port, host)})
         return host, await self.within(first.get("port"), f"{first.name} to name its port")
@@ -76,6 +80,13 @@ class Workers:
         master = await self.rendezvous(trainers[0])
         ranks = enumerate(trainers)
         await self.in_time({w.name: w.build(wiring.build_trainer, spec, r, master, relays[r], gives) for r, w in ranks})
+
+    async def start_critics(self, critics: Sequence[Remote], spec: wiring.WorkerSpec) -> None:
+        """Build all ranks together."""
+        if not critics:
+            return
+        master = await self.rendezvous(critics[0])
+        await self.in_time({w.name: w.build(wiring.build_critic, spec, r, master) for r, w in enumerate(critics)})
 
     async def in_time(self, starting: Mapping[str, Awaitable[Any]]) -> None:
         """First failure wins; a deadline names who is missing."""
