@@ -117,8 +117,8 @@ class CorrectionConfig(Section):
 
 
 class CriticConfig(Section):
-    """Used with `algorithm.advantage` gae. The critic starts from `model.source`, its value head at 0. What is not named
-    here it has from the trainer: parallel sizes, `lr_decay`, `betas`, `weight_decay`, `micro_batch_tokens`."""
+    """Used with `algorithm.advantage` gae. The critic starts from `model.source`, its value head at 0. From the trainer
+    it has what is not named here: parallel sizes, `lr_decay`, `betas`, `weight_decay`, `micro_batch_tokens`."""
 
     lr: float = Field(1e-3, gt=0, description="Peak learning rate of the critic.")
     lr_warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises from 0.")
