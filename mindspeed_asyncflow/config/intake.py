@@ -30,7 +30,8 @@ class DataConfig(Section):
     options: Options = Field(default_factory=dict, description="Arguments of the task (reasoning_gym dataset options).")
     columns: dict[str, str] = Field(
         default_factory=dict,
-        description="file: tasks: names of the columns that hold prompt, answer, id and system, where they differ.",
+        description="file: tasks: names of the columns that hold prompt, answer, id and system, where they differ; "
+        "fields: those that go along to scorers, default all.",
     )
     mix: list[SourceConfig] = Field(
         default_factory=list,
