@@ -89,9 +89,7 @@ def _render(tokenizer: Any, prompt: str | Sequence[Message]) -> str:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (
-        Exception
-    ) as error:  # boundary: a template is somebody's program and raises what it likes
+    except Exception as error:  # boundary: a template is somebody's program and raises what it likes
         raise DataError(f"the chat template fails on {str(messages)[:120]}: {error}") from error
 
 
