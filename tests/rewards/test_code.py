@@ -14,7 +14,7 @@ CASES = json.dumps({"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7
 
 def score(program, truth, finished=True, fenced=True, **options):
     text = f"Here it is:\n```python\n{program}\n```\nDone." if fenced else program
-    return Code(**options).score(Answer(text, truth, finished))
+    return Code(**({"case_s": 20.0, "timeout_s": 60.0} | options)).score(Answer(text, truth, finished))
 
 
 @pytest.mark.parametrize(
