@@ -115,9 +115,10 @@ def _conversation(spec: WorkerSpec) -> Conversation | None:
     from mindspeed_asyncflow.environments.rendering import replies_of
 
     tokenizer = load_tokenizer(spec.model_folder, data.chat_template)
+    replies = replies_of(tokenizer, data.chat, turns.role, turns.reply_start, turns.reply_end, spec.stop_ids)
     return Conversation(
         EnvironmentPool(turns),
-        replies_of(tokenizer, data.chat, turns.role, turns.reply_start, turns.reply_end, spec.stop_ids),
+        replies,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         clean=lambda ids: decode_answers(tokenizer, [ids], spec.stop_ids)[0],
         max_turns=turns.max_turns,
