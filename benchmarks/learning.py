@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also where the package is not installed
 
-from learning_jobs import ALGORITHMS, STEPS, TASKS, Job, algorithm_jobs, correction_jobs, describe
+from learning_jobs import ALGORITHMS, LAGS, STEPS, TASKS, Job, algorithm_jobs, correction_jobs, describe
 from learning_report import algorithm_table, correction_table, draw, last_line
 from our_side import PASSIVE, ROOT, run_command
 
@@ -126,14 +126,17 @@ def main(argv: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     steps = 6 if arguments.quick else STEPS
     tasks = ["sort4"] if arguments.quick else list(TASKS)
-    notes = {}
+    notes: dict[str, Any] = {}
     if "chain_sum" in tasks and importlib.util.find_spec("reasoning_gym") is None:
         tasks.remove("chain_sum")
         notes["chain_sum"] = "left out: reasoning_gym missing, bash scripts/bootstrap.sh tasks"
         say(f"chain_sum is {notes['chain_sum']}")
-    algorithms = algorithm_jobs(arguments.seeds, steps, tasks, list(ALGORITHMS)) if arguments.part in (None, "A") else []
-    lags = (4,) if arguments.quick else (1, 2, 4, 8)
-    corrections = correction_jobs(arguments.seeds, steps, lags) if arguments.part in (None, "B") else []
+    algorithms: list[Job] = []
+    if arguments.part in (None, "A"):
+        algorithms = algorithm_jobs(arguments.seeds, steps, tasks, list(ALGORITHMS))
+    corrections: list[Job] = []
+    if arguments.part in (None, "B"):
+        corrections = correction_jobs(arguments.seeds, steps, (4,) if arguments.quick else LAGS)
     jobs = [*corrections, *algorithms]
     if arguments.fresh:
         for job in jobs:

@@ -5,6 +5,7 @@ The batch of step t is sampled by version max(0, t - lag): the worst that `workf
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -276,7 +277,8 @@ class Run:
         )
         cut = plan(infos, 1, self.config.trainer.micro_batch_tokens)[0]
         if self.critic is not None:
-            samples = self.critic.step(samples, batch.rewards, cut)
+            samples = self.critic.value(samples, batch.rewards, cut)
+            self.critic.train(samples, cut)
         if a.batch_level:
             tokens = np.concatenate([np.broadcast_to(s.advantage, len(s.response_ids)) for s in samples])
             shift, factor = rescale(a, Moments.of(tokens), Moments.of(batch.rewards))
@@ -305,8 +307,6 @@ def _telling(groups: list[list[tuple[Drawn, float]]]) -> list[list[tuple[Drawn, 
 
 
 def _moved(sample: TrainSample, shift: float, factor: float) -> TrainSample:
-    import dataclasses
-
     return dataclasses.replace(sample, advantage=(np.asarray(sample.advantage, np.float64) - shift) * factor)
 
 
