@@ -78,8 +78,6 @@ class Progress:
         self._metrics.update(metrics)
         if math.isfinite(metrics.get("reward/mean", math.nan)):
             self._rewards.append(metrics["reward/mean"])
-        if "eval/heldout_greedy" in metrics:
-            self._heldout = metrics["eval/heldout_greedy"]
         line = "  ".join([self._step_text(), *(f"{k} {v}" for k, v in self._fields())])
         shown(line)
         if self._live:
@@ -88,10 +86,13 @@ class Progress:
             self._plain_at = now
             self._line(line)
 
-    def heldout(self, value: float) -> None:
-        """An evaluation on held-out prompts ended."""
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """An evaluation ended; `metrics` are its own."""
+        value, k = metrics["eval/mean_at_k"], int(metrics["eval/k"])
         self._heldout = value
-        self._said(f"[{self._elapsed()}] held-out {value:.3f}")
+        more = f", pass@{k} {metrics['eval/pass_at_k']:.3f}, maj@{k} {metrics['eval/maj_at_k']:.3f}" if k > 1 else ""
+        none = f", {metrics['eval/unscored']:.1%} without a score" if metrics["eval/unscored"] else ""
+        self._said(f"[{self._elapsed()}] held-out {value:.3f}{more}{none} (version {metrics['eval/version']:.0f})")
         self._draw(force=True)
 
     def tick(self) -> None:

@@ -54,7 +54,7 @@ def write_report(run_folder: Path | str) -> Path:
     sections = [
         _head(summary),
         _cards(summary, history),
-        _charts(summary, history),
+        _charts(summary, history, read_evaluations(folder.evaluations)),
         _lanes(folder, times, missing),
         _samples(folder, missing),
         _table(history),
@@ -88,6 +88,12 @@ def read_history(path: Path) -> tuple[History, dict[int, float]]:
     return history, times
 
 
+def read_evaluations(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of `evaluations.jsonl`."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def _head(summary: dict[str, Any]) -> str:
     if not summary:
         return "<p class='words'>This run has no summary.</p>"
@@ -102,7 +108,7 @@ def _cards(summary: dict[str, Any], history: History) -> str:
     values: list[tuple[str, Any, Callable[[Any], str]]] = [
         ("reward at the start", summary.get("reward_first"), "{:.3f}".format),
         ("reward at the end", summary.get("reward_last"), "{:.3f}".format),
-        ("held-out, greedy", summary.get("heldout_greedy", last("eval/heldout_greedy")), "{:.3f}".format),
+        ("held-out", (summary.get("evaluation") or {}).get("mean_at_k", last("eval/mean_at_k")), "{:.3f}".format),
         ("steps", summary.get("steps"), "{:d}".format),
         ("time", summary.get("wall_s"), duration),
         ("answers trained", summary.get("samples_trained"), "{:,d}".format),
@@ -121,8 +127,8 @@ def _cards(summary: dict[str, Any], history: History) -> str:
     return f'<section class="cards">{"".join(cards)}</section>' if cards else ""
 
 
-def _charts(summary: dict[str, Any], history: History) -> str:
-    reward = _reward_series(summary, history)
+def _charts(summary: dict[str, Any], history: History, evaluations: Sequence[dict[str, Any]]) -> str:
+    reward = _reward_series(history, evaluations)
     figures = [_figure("Reward", "score", line_chart(reward))] if reward else []
     histogram = {str(lag): count for lag, count in (summary.get("lag_histogram") or {}).items()}
     if any(histogram.values()):
@@ -147,30 +153,17 @@ def _drawable(history: History, name: str) -> bool:
     return any(math.isfinite(value) for _, value in history.get(name, ()))
 
 
-def _heldout(summary: dict[str, Any], history: History) -> list[tuple[int, float]]:
-    """(steps trained when measured, score). The evaluation after the last step is in the summary only."""
-    trained = dict(history.get("eval/version", ()))
-    points = [
-        (int(trained.get(step, step)), value)
-        for step, value in history.get("eval/heldout_greedy", ())
-        if math.isfinite(value)
-    ]
-    last, steps = summary.get("heldout_greedy"), summary.get("steps", 0)
-    if last is not None and (not points or points[-1][0] < steps):
-        points.append((steps, last))
-    return points
-
-
-def _reward_series(summary: dict[str, Any], history: History) -> list[Series]:
+def _reward_series(history: History, evaluations: Sequence[dict[str, Any]]) -> list[Series]:
     series = []
     if _drawable(history, "reward/mean"):
         points = history["reward/mean"]
         series.append(Series("sampled, each step", points, 0, "faint" if len(points) > 8 else "line"))
         if len(points) > 8:
             series.append(Series("sampled, mean of 5 steps", _moving_mean(points, 5), 0))
-    heldout = _heldout(summary, history)
+    heldout = [(e["version"], e["mean_at_k"]) for e in evaluations if e["mean_at_k"] is not None]
     if heldout:
-        series.append(Series("held-out, greedy", heldout, 1, "dots" if len(heldout) < 3 else "line"))
+        label = f"held-out, mean@{evaluations[-1]['k']}" if evaluations[-1]["temperature"] else "held-out, greedy"
+        series.append(Series(label, heldout, 1, "dots" if len(heldout) < 3 else "line"))
     return series
 
 

@@ -84,6 +84,11 @@ class RunFolder:
         return self.path / "events"
 
     @property
+    def evaluations(self) -> Path:
+        """One JSON object per line and evaluation, with the score of every answer."""
+        return self.path / "evaluations.jsonl"
+
+    @property
     def samples(self) -> Path:
         """Readable answers, one text file per step."""
         return self.path / "samples"

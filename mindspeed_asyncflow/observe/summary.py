@@ -26,7 +26,8 @@ REQUIRED = (
     "rollout_train_logprob_gap_max",
 )
 """Keys of every summary. Further ones that are shown where present: `error` (root error of a failed run), `note` (why
-it ended early without an error), `heldout_first`, `dropped_by_reason` {reason: answers}, `lag_histogram` {lag:
+it ended early without an error), `heldout_first`, `evaluation_first` and `evaluation` (the newest one; keys as in
+`evaluations.jsonl`), `dropped_by_reason` {reason: answers}, `lag_histogram` {lag:
 answers}, `samples_per_s`, `tokens_per_s`, `trainer_idle_share`, `rollout_idle_share`, `task`, `model`."""
 
 TREND_STEPS = 20
@@ -84,9 +85,7 @@ def closing_words(summary: Mapping[str, Any], folder: Path | str | None = None) 
     if first is not None and last is not None:
         trend = _trend(first, last) if get("steps", 0) >= TREND_STEPS else ""  # a few steps tell nothing
         lines.append(f"Reward went from {_num(first)} to {_num(last)}{trend}.")
-    if get("heldout_greedy") is not None:
-        before = f" (before training {_num(summary['heldout_first'])})" if get("heldout_first") is not None else ""
-        lines.append(f"Greedy answers to held-out prompts score {_num(summary['heldout_greedy'])}{before}.")
+    lines += _heldout(summary)
     speed = [f"{_num(summary[key])} {unit}" for key, unit in
              (("samples_per_s", "answers/s"), ("tokens_per_s", "tokens/s"))
              if get(key) is not None]  # fmt: skip
@@ -104,6 +103,25 @@ def closing_words(summary: Mapping[str, Any], folder: Path | str | None = None) 
         lines.append(f"Results: {folder}")
         lines.append(_next_look(summary))
     return "\n".join(lines)
+
+
+def _heldout(summary: Mapping[str, Any]) -> list[str]:
+    get, now = summary.get, summary.get("evaluation") or {}
+    k, value, first = now.get("k", 1), get("heldout_greedy"), get("heldout_first")
+    said = "Greedy answers to held-out prompts score"
+    if now and (k > 1 or now["temperature"]):
+        many = f"{k} answers each" if k > 1 else "An answer each"
+        said = f"{many} to {now['prompts']} held-out prompts at temperature {now['temperature']:g} score"
+        value, first = now["mean_at_k"], (get("evaluation_first") or now)["mean_at_k"]
+    lines = []
+    if value is not None:
+        before = f" (before training {_num(first)})" if first is not None else ""
+        maj = _num(now["maj_at_k"]) if now.get("maj_at_k") is not None else "unknown"
+        more = f"; pass@{k} {_num(now['pass_at_k'])}, maj@{k} {maj}" if k > 1 else ""
+        lines.append(f"{said} {_num(value)}{before}{more}.")
+    if now.get("unscored"):
+        lines.append(f"{now['unscored']:.1%} of the evaluation's answers got no score and count in no mean.")
+    return lines
 
 
 def _opening(summary: Mapping[str, Any]) -> str:

@@ -299,9 +299,21 @@ METRICS: tuple[Metric, ...] = (
            "Steps since the start that left the weights as they were: a gradient was not finite, or the step had no "
            "token to train."),
     # evaluation
-    Metric("eval/heldout_greedy", "score", "last", "", "",
-           "Mean score of greedy answers to held-out prompts."),
+    Metric("eval/mean_at_k", "score", "last", "", "val-core/mean@N",
+           "Mean score of all answers that got one, `evaluation.answers` to each prompt; greedy at temperature 0."),
+    Metric("eval/pass_at_k", "share", "last", "", "val-core/best@N",
+           "Share of prompts with at least one answer of score 1 or more."),
+    Metric("eval/maj_at_k", "score", "last", "", "val-core/maj@N",
+           "Mean score of each prompt's most frequent answer text; of equally frequent ones the first."),
+    Metric("eval/unscored", "share", "last", "", "",
+           "Share of answers that the scorer gave no score: not in the means, and no pass."),
+    Metric("eval/prompts", "prompts", "last", "", "",
+           "Prompts that were asked."),
+    Metric("eval/k", "answers", "last", "", "",
+           "Answers to each of them."),
     Metric("eval/version", "versions", "last", "", "",
-           "Policy version that `eval/heldout_greedy` measured."),
+           "Policy version that gave all of them. The step of the line is the one in which the evaluation ended."),
+    Metric("eval/seconds", "s", "last", "", "",
+           "Time that the evaluation took, beside training or not."),
 )
 # fmt: on

@@ -51,6 +51,18 @@ class MetricsWriter:
             self._events.close()
 
 
+class EvaluationsWriter:
+    """Appends one line to `evaluations.jsonl` per evaluation; it is on disk when `write` returns."""
+
+    def __init__(self, folder: RunFolder):
+        self._path = folder.evaluations
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        line = {"time": round(time.time(), 3), **record}
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
 @dataclass(frozen=True, slots=True)
 class SampleText:
     """One answer as a reader sees it. `lag`: trainer version minus version of the oldest token."""

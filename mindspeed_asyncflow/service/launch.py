@@ -134,7 +134,7 @@ class _Launch:
             await session.save(self.recorder.steps)
             say("evaluating held-out prompts")
             await session.bring_all_up()
-            self.recorder.evaluated(session.version, await session.evaluate())
+            await session.evaluate()
             say("")
             await session.close()  # in order; after a failure `end` kills instead
         finally:

@@ -11,20 +11,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from mindspeed_asyncflow.config.feasibility import in_place, needed_replicas, own_replicas, sharing_replicas
 from mindspeed_asyncflow.config.schema import Config
-from mindspeed_asyncflow.data.prompts import Prompt, PromptSet
+from mindspeed_asyncflow.data.prompts import PromptSet
 from mindspeed_asyncflow.data.stream import PromptStream
 from mindspeed_asyncflow.data.tokenizers import stop_token_ids
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.errors import WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.observe.run_folder import RunFolder
+from mindspeed_asyncflow.observe.writers import EvaluationsWriter
 from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.actors import BESIDE, Part, Remote
@@ -35,16 +36,17 @@ from mindspeed_asyncflow.service.workers import Workers
 from mindspeed_asyncflow.workflow.answering import GRACE_S
 from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.dock_port import ThreadDock
+from mindspeed_asyncflow.workflow.evaluating import Evaluation
 from mindspeed_asyncflow.workflow.events import NoEvents
 from mindspeed_asyncflow.workflow.job import Crew
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.run import Run
 from mindspeed_asyncflow.workflow.turns import NoTurns, Turns
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync, expected_of
+from mindspeed_asyncflow.workflow.workers import Question
 
-T = TypeVar("T")
 PARTITION = "train"
-CALLS_BESIDE_ANSWERS = 4  # of one replica at a time: load, fetch, stop, count
+CALLS_BESIDE_ANSWERS = 5  # of one replica at a time: load, fetch, stop, count, evaluation
 
 
 class Session(Workers):
@@ -71,6 +73,7 @@ class Session(Workers):
         self.turns: Turns = NoTurns()
         self.dock: ThreadDock | None = None
         self.run: Run | None = None
+        self.evaluation: Evaluation | None = None  # as soon as workers are connected
         self._probe: list[tuple[np.ndarray, np.ndarray]] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
         self._watching: list[asyncio.Task[None]] = []
@@ -196,6 +199,15 @@ class Session(Workers):
         if self.sharing:
             lend = config.workflow.lend
             self.turns = Turns(self.trainers, self.sharing, interrupt=lend, emptied=self.sync.emptied)
+        self.evaluation = Evaluation(
+            config,
+            self.prompts.heldout,
+            self.sync,
+            self.turns,
+            self.scorer,
+            self.recorder,
+            EvaluationsWriter(self.folder),
+        )
 
     def _replica_places(self) -> dict[int, Any]:
         """Places of all replicas that are there or starting."""
@@ -229,6 +241,8 @@ class Session(Workers):
         parts = [self._replace_mirror(index)]
         if self.run is not None:
             parts.append(self.run.answering.lost(index, error))
+        elif self.evaluation is not None:
+            self.sync.retire(index)
         for part in parts:
             task = asyncio.ensure_future(part) if self.run is None else self.run.job.spawn(part)
             self._leaving.add(task)
@@ -266,7 +280,7 @@ class Session(Workers):
         await self.bring_all_up()
         if self.config.evaluation.prompts and self.prompts.heldout:
             say("evaluating held-out prompts")
-            self.recorder.evaluated(0, await self.evaluate())
+            await self.evaluate()
 
     async def _choose_probe(self, worker: Any) -> list[tuple[np.ndarray, np.ndarray]]:
         """Answers of the starting policy to a few prompts: fixed for the run."""
@@ -274,9 +288,9 @@ class Session(Workers):
         if not count:
             return []
         chosen = (self.prompts.heldout or self.prompts.train)[:count]
-        asked = worker.answer([p.ids for p in chosen], False)
+        asked = worker.answer([Question((-1, i), p.ids) for i, p in enumerate(chosen)], None, True)
         answers = await self.within(asked, f"{worker.name} to answer the probe prompts")
-        return [(p.ids, ids) for p, (ids, _) in zip(chosen, answers) if len(ids)]
+        return [(p.ids, a.token_ids) for p, a in zip(chosen, answers) if len(a.token_ids)]
 
     async def train(self) -> None:
         assert self.dock is not None
@@ -290,7 +304,7 @@ class Session(Workers):
             crew,
             self.sync,
             self.recorder,
-            self.evaluate,
+            self.evaluation,
             self.save,
             turns=self.turns,
             events=self.events,
@@ -307,69 +321,27 @@ class Session(Workers):
         batch = next(self.stream, None)
         return None if batch is None else [Issue(epoch, index, p.ids, p.truth, p.fields) for epoch, index, p in batch]
 
-    @contextlib.asynccontextmanager
-    async def _serving(self) -> AsyncIterator[dict[int, Any]]:
-        """Replicas that are up and have their devices, with the newest weights: those with devices of their own, or
-        where there are none, those that share them, in their turn."""
-        chosen = [i for i in sorted(self.rollouts) if own_replicas(self.config) == 0 or i not in self.sharing]
-        async with contextlib.AsyncExitStack() as turns:
-            for index in chosen:
-                await turns.enter_async_context(self.turns.generating(index))
-            await self.within(self.sync.bring_all_up(chosen), "the replicas to load the newest weights")
-            yield {i: self.rollouts[i] for i in chosen if i in self.rollouts}
-
     async def bring_all_up(self) -> None:
-        async def nothing(replicas: Mapping[int, Any]) -> None: ...
-
-        await self._served(nothing)
-
-    async def _served(self, do: Callable[[Mapping[int, Any]], Awaitable[T]]) -> T:
-        """What `do` gives with the replicas that serve the newest weights; again with the others where one is lost."""
+        """Replicas with devices of their own, or where there are none, those that share them, in their turn, load the
+        newest weights; again the others where one is lost."""
         while True:
             there = set(self.rollouts)
+            chosen = [i for i in sorted(there) if own_replicas(self.config) == 0 or i not in self.sharing]
             try:
-                async with self._serving() as replicas:
-                    return await do(replicas)
+                async with contextlib.AsyncExitStack() as turns:
+                    for index in chosen:
+                        await turns.enter_async_context(self.turns.generating(index))
+                    await self.within(self.sync.bring_all_up(chosen), "the replicas to load the newest weights")
+                return
             except WorkerLost as error:
                 if not self.rollouts or set(self.rollouts) == there:
                     raise
-                get_logger("service").warning("asked again without it: %s", error)
+                get_logger("service").warning("the others go on: %s", error)
 
-    async def evaluate(self) -> float | None:
-        """Mean score of greedy answers to held-out prompts, spread over the replicas; unscored answers count 0."""
-        chosen: list[Prompt] = self.prompts.heldout[: self.config.evaluation.prompts]
-        if not chosen:
-            return None
-        answers = await self._answers(chosen)
-        scoring = self.scorer.score_answers(
-            [ids for ids, _ in answers],
-            [p.truth for p in chosen],
-            [reason == "stop" for _, reason in answers],
-            [p.fields for p in chosen],
-        )
-        scores, _ = await self.within(scoring, "the scorer to score the held-out answers")
-        return float(np.mean([0.0 if s.value is None else s.value for s in scores]))
-
-    async def _answers(self, chosen: Sequence[Prompt]) -> list[tuple[np.ndarray, str]]:
-        """Greedy answers, in order."""
-
-        async def ask(replicas: Mapping[int, Any]) -> list[tuple[np.ndarray, str]]:
-            shares = np.array_split(np.arange(len(chosen)), len(replicas))
-            asked = ((i, w, [chosen[n].ids for n in s]) for (i, w), s in zip(replicas.items(), shares) if len(s))
-            parts = await asyncio.gather(*(self._greedy(*each) for each in asked))
-            return [answer for part in parts for answer in part]
-
-        return await self._served(ask)
-
-    async def _greedy(self, index: int, worker: Any, prompts: list[np.ndarray]) -> list[tuple[np.ndarray, str]]:
-        """Greedy answers of one replica; one that hangs is lost."""
-        limit_s = self.config.rollout.timeout_s + GRACE_S
-        try:
-            return await asyncio.wait_for(worker.answer(prompts, True), limit_s)
-        except asyncio.TimeoutError:
-            error = WorkerLost(f"rollout{index} hangs: no held-out answers for {limit_s:g} s (rollout.timeout_s)")
-            self._hangs(index, error)
-            raise error from None
+    async def evaluate(self) -> None:
+        """Measure the newest version; nothing is done where there is nothing to ask."""
+        assert self.evaluation is not None, "evaluation follows start"
+        await self.evaluation.between()
 
     def _hangs(self, index: int, error: WorkerLost) -> None:
         self._end(index)

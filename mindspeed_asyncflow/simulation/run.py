@@ -127,7 +127,7 @@ class Simulation:
             self.turns = Turns([self.trainer], mine, interrupt=not in_place, emptied=self.sync.emptied)
         crew = Crew(dict(self.rollouts), self.scorer, self.references, [self.trainer], [0], starting=late)
         self.run = Run(
-            config, self.dock, prompts.batches(), crew, self.sync, self.recorder, _nothing, _save_nothing,
+            config, self.dock, prompts.batches(), crew, self.sync, self.recorder, None, _save_nothing,
             turns=self.turns,
         )  # fmt: skip
         self.marks = Marks(self._mark())
@@ -246,10 +246,6 @@ class Simulation:
         rows = self.dock.part.rows  # those on their way out have served, their claims have not ended
         missing = self.run.window.open - (rows.count - rows.doomed_count)
         return {"neither trained nor dropped nor there": missing} if missing else {}
-
-
-async def _nothing() -> None:
-    return None
 
 
 async def _save_nothing(step: int) -> None:

@@ -179,16 +179,18 @@ class Answering:
                 pass
             await job.turns.open(index)
             claim = await job.claim("rollout", count, worker=f"rollout{index}", **unit)
-            if job.turns.is_open(index):
+            needed = self._needed(claim)
+            if job.turns.is_open(index) and not job.sync.holds.forbids(index, needed):
                 await self.generate(index, claim)
-            else:  # the trainer has taken the device back meanwhile: others shall not wait for that
+            else:  # the trainer has taken the device back, or an evaluation holds it: others shall not wait for that
                 await job.dock.release(claim.claim_id)
+                await job.sync.holds.over(index, needed)
 
     async def generate(self, index: int, claim: Claim) -> None:
         """One generation batch; before it lies the boundary where a replica loads new weights."""
         job = self.job
         groups = list(dict.fromkeys(claim.group_ids.tolist()))
-        needed = job.window.needed_for(job.book.last_batch(groups))
+        needed = self._needed(claim)
         async with job.turns.generating(index), job.sync.boundary(index, needed) as since:
             job.book.sampled(groups, since)
             with job.recorder.busy(f"rollout{index}"):
@@ -199,6 +201,10 @@ class Answering:
                     self._since.pop(index, None)
                 while moved := self._moved.pop(index, None):
                     await asyncio.gather(*moved)
+
+    def _needed(self, claim: Claim) -> int:
+        """Oldest version that may answer these rows."""
+        return self.job.window.needed_for(self.job.book.last_batch(np.unique(claim.group_ids).tolist()))
 
     async def stop_all(self) -> None:
         """Every running answer ends with what it has; returns when the dock has all of it."""

@@ -24,6 +24,7 @@ from mindspeed_asyncflow.workflow.score_worker import ScoreReport
 from mindspeed_asyncflow.workflow.staleness import StalenessWindow
 from mindspeed_asyncflow.workflow.train_worker import ChunkReport, FinishReport
 from mindspeed_asyncflow.workflow.turns import Turns
+from mindspeed_asyncflow.workflow.verdict import Verdict, of_run
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync
 from mindspeed_asyncflow.workflow.workers import RolloutReport
 
@@ -76,7 +77,7 @@ class StepRecorder:
         self.steps = 0
         self.lags: Counter[int] = Counter()
         self.skipped = 0
-        self.heldout: list[tuple[int, float]] = []
+        self.verdicts: list[Verdict] = []  # of all evaluations, in order
         self.note: str = ""
         self._parts: list[Mapping[str, float]] = []
         self._times: defaultdict[str, float] = defaultdict(float)
@@ -311,12 +312,11 @@ class StepRecorder:
         self._generated_tokens = self._tokens = 0
         self._pending_eval, self._critic = {}, {}
 
-    def evaluated(self, version: int, value: float | None) -> None:
-        if value is None:
-            return
-        self.heldout.append((version, value))
-        self._pending_eval = {"eval/heldout_greedy": value, "eval/version": version}
-        self.progress.heldout(value)
+    def evaluated(self, verdict: Verdict) -> None:
+        """An evaluation ended; its metrics go with the next step that does."""
+        self.verdicts.append(verdict)
+        self._pending_eval = verdict.metrics()
+        self.progress.evaluated(self._pending_eval)
 
     def data_ended(self, step: int) -> None:
         self._note(f"data ends after {step} steps (data.epochs, trainer.steps asked for {self.config.trainer.steps})")
@@ -343,8 +343,7 @@ class StepRecorder:
             "model": self.config.model.source,
             "reward_first": self.rewards[0] if self.rewards else None,
             "reward_last": float(np.mean(last)) if last else None,
-            "heldout_first": self.heldout[0][1] if self.heldout else None,
-            "heldout_greedy": self.heldout[-1][1] if self.heldout and self.heldout[-1][0] == window.version else None,
+            **of_run(self.verdicts, window.version),
             "steps": self.steps,
             "wall_s": round(wall_s, 2),
             "loop_s": round(loop_s, 3),

@@ -15,6 +15,7 @@
     value       valuing.py    task `value`, groups        scored groups (algorithm gae)      score (and reference)
     train       training.py   task `train`, groups        scored groups; turn                score (reference, value)
     publish     training.py   versions that train made    every rank wrote its shards        train
+    evaluate    evaluating.py a version, every N of them  boundaries of replicas                     answer
     watchdog    run.py        -                           no progress for watchdog_s         ends the run, names who
                                                                                              waits for whom
 
@@ -41,6 +42,7 @@ from mindspeed_asyncflow.workflow.answering import Answering
 from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.clock import now
 from mindspeed_asyncflow.workflow.dock_port import Dock
+from mindspeed_asyncflow.workflow.evaluating import Evaluation
 from mindspeed_asyncflow.workflow.events import NoEvents
 from mindspeed_asyncflow.workflow.feeding import Feeder
 from mindspeed_asyncflow.workflow.job import Crew, Job
@@ -65,7 +67,7 @@ class Run:
         crew: Crew,
         sync: WeightSync,
         recorder: StepRecorder,
-        evaluate: Callable[[], Awaitable[float | None]],
+        evaluation: Evaluation | None,
         save: Callable[[int], Awaitable[None]],
         *,
         turns: Turns | None = None,
@@ -81,7 +83,9 @@ class Run:
         self.answering = Answering(self.job)
         self.scoring = Scoring(self.job)
         self.valuing = Valuing(self.job)
-        self.training = Training(self.job, self.feeder, self.answering.stop_all, evaluate, save, self.valuing)
+        self.training = Training(self.job, self.feeder, self.answering.stop_all, evaluation, save, self.valuing)
+        if evaluation is not None:
+            evaluation.progressed = self.job.progressed
 
     async def train(self) -> None:
         """Run all loops until the last step is trained or the data ends; raise the first error of any loop."""
@@ -138,7 +142,9 @@ class Run:
             idle = now() - job.progress_at
             if idle > limit:
                 open_groups = ", ".join(f"step {b}: {n} groups" for b, n in job.book.open_batches())
-                parts = (job, self.training, self.answering, job.sync, job.turns)
+                parts: list[Any] = [job, self.training, self.answering, job.sync, job.turns]
+                if self.training.evaluation is not None:
+                    parts.append(self.training.evaluation)
                 said = [*(part.describe() for part in parts), await self.dock.describe()]
                 raise DeadlineExceeded(
                     f"no progress for {idle:.0f} s (workflow.watchdog_s {limit:g}) in step {job.step}; "

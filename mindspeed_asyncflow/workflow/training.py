@@ -22,6 +22,7 @@ from mindspeed_asyncflow.dock.client import Claim
 from mindspeed_asyncflow.errors import EngineError
 from mindspeed_asyncflow.records import OptimReport
 from mindspeed_asyncflow.workflow import batcher
+from mindspeed_asyncflow.workflow.evaluating import Evaluation
 from mindspeed_asyncflow.workflow.feeding import Feeder
 from mindspeed_asyncflow.workflow.job import Job
 from mindspeed_asyncflow.workflow.train_worker import ChunkRules, FinishReport
@@ -44,13 +45,13 @@ class Training:
         job: Job,
         feeder: Feeder,
         stop_answering: Callable[[], Awaitable[None]],
-        evaluate: Callable[[], Awaitable[float | None]],
+        evaluation: Evaluation | None,
         save: Callable[[int], Awaitable[None]],
         valuing: Valuing,
     ) -> None:
         self.valuing = valuing
         self.job, self.feeder, self.stop_answering = job, feeder, stop_answering
-        self.evaluate, self.save = evaluate, save
+        self.evaluation, self.save = evaluation, save
         self.made: asyncio.Queue[tuple[int, OptimReport, asyncio.Future]] = asyncio.Queue()  # versions to publish
         self.finish: list[FinishReport] = []  # of the newest step
         self.bad_steps = 0
@@ -84,6 +85,8 @@ class Training:
             )
             await self._after_step(step)
         await job.window.wait_published(job.window.version)
+        if self.evaluation is not None:
+            await self.evaluation.ended()
 
     async def _whole_step(self, step: int) -> list[Claim]:
         claims = []
@@ -137,6 +140,8 @@ class Training:
         while True:
             version, optim, expected = await self.made.get()
             job.sync.publish(await job.all_ranks("published", version), expected, optim)
+            if self.evaluation is not None:
+                self.evaluation.published(version, job.spawn)
             await job.window.publish(version)
             job.progressed()
 
@@ -287,12 +292,11 @@ class Training:
 
     async def _after_step(self, step: int) -> None:
         config, job = self.job.config, self.job
-        every, save_every = config.evaluation.every, config.trainer.save_every
-        last = step + 1 == config.trainer.steps
-        if every and (step + 1) % every == 0 and not last:
+        evaluation, save_every = self.evaluation, config.trainer.save_every
+        if evaluation is not None and evaluation.is_due(step + 1) and not evaluation.beside:
             await job.window.wait_published(step + 1)
-            job.recorder.evaluated(step + 1, await self.evaluate())
-        if save_every and (step + 1) % save_every == 0 and not last:
+            await evaluation.between()
+        if save_every and (step + 1) % save_every == 0 and step + 1 < config.trainer.steps:
             await self.save(step + 1)
 
 

@@ -39,6 +39,7 @@ from mindspeed_asyncflow.reshard.relay_table import table_from_text
 from mindspeed_asyncflow.workflow.arrivals import Arrivals, Mirror, Published
 from mindspeed_asyncflow.workflow.clock import in_time, now
 from mindspeed_asyncflow.workflow.events import NoEvents
+from mindspeed_asyncflow.workflow.holds import Hold, Holds
 from mindspeed_asyncflow.workflow.publisher import RankShards
 
 # A correct load differs by rounding only: about 1e-5 in float32, up to 0.3 in bfloat16 (30 layers). The fingerprint
@@ -88,7 +89,7 @@ class WeightSync:
         self.limit, self.unmoved_limit = GAP_LIMIT[dtype], UNMOVED_LIMIT[dtype]
         self.served = [NOTHING] * len(replicas)  # version of each replica
         self.newest: WeightManifest | None = None
-        self.arrivals = Arrivals(len(replicas), mirrors, keep)
+        self.arrivals, self.holds = Arrivals(len(replicas), mirrors, keep), Holds()
         self.probe: list[tuple[np.ndarray, np.ndarray]] = []
         self._fingerprints: dict[int, str] = {}  # of every version that may still be reported
         self._held = [asyncio.Lock() for _ in replicas]  # one who loads; delayed and rolling: or answers a batch
@@ -160,6 +161,7 @@ class WeightSync:
         """A replica is gone: nothing waits for it any more."""
         self.replicas[index], self.served[index] = None, NOTHING
         self._held[index] = asyncio.Lock()
+        self.holds.end(index)
 
     def emptied(self, index: int) -> None:
         """A replica has no weights any more (it slept): its next boundary loads the newest again."""
@@ -175,8 +177,28 @@ class WeightSync:
     # ---- rollout side ------------------------------------------------------------------------------------------------
 
     def is_behind(self, index: int) -> bool:
+        """Whether replica `index` should load: something newer is there, and nobody holds it where it is."""
         arrived = self.arrivals.at(index)
-        return arrived is not None and arrived.version > self.served[index]
+        return index not in self.holds and arrived is not None and arrived.version > self.served[index]
+
+    @contextlib.asynccontextmanager
+    async def held(self, index: int, wanted: Published) -> AsyncIterator[Hold | None]:
+        """Replica `index`, from its next boundary on, serves `wanted` and nothing else until the block ends.
+
+        None: it serves something newer already, or the relay may drop `wanted` before it is loaded.
+        """
+        async with self._held[index]:
+            assert self.newest is not None, "a hold follows publish"
+            stays = self.newest.version - wanted.version <= max(0, self.keep - 2)
+            if self.served[index] < wanted.version and stays:
+                await self._load_newest(index, wanted)
+            hold = self.holds.begin(index, wanted.version) if self.served[index] == wanted.version else None
+        try:
+            yield hold
+        finally:
+            if hold is not None and not hold.over.is_set():
+                self.holds.end(index)
+                self.arrivals.news[index].set()
 
     @contextlib.asynccontextmanager
     async def boundary(self, index: int, needed: int) -> AsyncIterator[int]:
@@ -188,10 +210,11 @@ class WeightSync:
         async with self._held[index] if self.update != "in_flight" else contextlib.nullcontext():
             needed = max(needed, 0)  # the first batches may be answered with any version, but one there must be
             await self.arrivals.wait(index, needed)
-            if self.update == "in_flight":
-                if self.served[index] < needed:
-                    await self.bring_up(index)
-            elif self.is_behind(index) and not self._may_skip(index, needed):
+            while self.update == "in_flight" and self.served[index] < needed:
+                await self.holds.over(index, needed)
+                await self.bring_up(index)
+            await self.holds.over(index, needed)
+            if self.update != "in_flight" and self.is_behind(index) and not self._may_skip(index, needed):
                 await self._load_newest(index)
             batch = object()
             self._since[batch] = index, self.served[index]
@@ -230,29 +253,30 @@ class WeightSync:
 
         await asyncio.gather(*(bring(i) for i in chosen if self.replicas[i] is not None))
 
-    async def _load_newest(self, index: int) -> None:
+    async def _load_newest(self, index: int, wanted: Published | None = None) -> None:
+        """`wanted`: that one in place of the newest that has arrived; not loaded where the relay drops it meanwhile."""
         self._turns += 1
         try:
             async with self._turn if self.update == "rolling" else contextlib.nullcontext():
                 with self.busy(f"rollout{index}"):
-                    while self.is_behind(index) and not await self._load(index):
+                    while self.is_behind(index) and not await self._load(index, wanted) and wanted is None:
                         pass
         finally:
             self._turns -= 1
 
-    async def _load(self, index: int) -> bool:
+    async def _load(self, index: int, wanted: Published | None) -> bool:
         """False: the version was dropped from the relay meanwhile, and as the replica answers nobody it may try anew.
 
         While it answers that would lose answers, so it is an error. It cannot come as long as `keep` > max_lag: the
         trainer does not get past the batch that the replica answers.
         """
-        arrived = self.arrivals.at(index)
+        arrived = wanted or self.arrivals.at(index)
         assert arrived is not None and self.newest is not None, "loading follows publish"
         manifest = arrived.manifest
         began = now()
         self._loading[index] = (manifest.version, began)
         try:
-            report = await self._in_time(index, self._replica(index).load(manifest))
+            report = await self.in_time(index, self._replica(index).load(manifest), "weights loaded")
         except WeightSyncError as error:
             newest = self.newest.version
             if newest - manifest.version < self.keep - 1:
@@ -280,11 +304,12 @@ class WeightSync:
         self.step_still_s = max(self.step_still_s, now() - began)
         return True
 
-    async def _in_time(self, index: int, work: Coroutine[Any, Any, T]) -> T:
+    async def in_time(self, index: int, work: Coroutine[Any, Any, T], what: str) -> T:
+        """What a call of replica `index` gives; where it gives nothing, the replica hangs and is lost."""
         try:
             return await in_time(work, self.patience_s)
         except asyncio.TimeoutError:
-            error = WorkerLost(f"rollout{index} hangs: no weights loaded for {self.patience_s:g} s (rollout.timeout_s)")
+            error = WorkerLost(f"rollout{index} hangs: no {what} for {self.patience_s:g} s (rollout.timeout_s)")
             self.hangs(index, error)
             raise error from None
 
@@ -298,7 +323,7 @@ class WeightSync:
         """Score the probe answers with replica `index` and compare with the trainer at the same version."""
         if not self.probe:
             return
-        version, scored = await self._in_time(index, self._replica(index).score(self.probe))
+        version, scored = await self.in_time(index, self._replica(index).score(self.probe), "probe scored")
         gap = max(float(np.abs(a - b).max()) for a, b in zip(scored, await asyncio.shield(expected)) if len(a))
         self.step_gap = max(self.step_gap, gap)
         self.gap_max = max(self.gap_max, gap)
@@ -349,7 +374,8 @@ class WeightSync:
                 wanted, began = self._loading[i]
                 word += f", loading {wanted} for {moment - began:.1f} s"
             words.append(word)
-        return f"weights: version {newest} is published; " + "; ".join(words + self.arrivals.describe())
+        words += self.arrivals.describe() + self.holds.describe()
+        return f"weights: version {newest} is published; " + "; ".join(words)
 
 
 def expected_of(trainers: Sequence[Any]) -> asyncio.Future[list[np.ndarray]]:

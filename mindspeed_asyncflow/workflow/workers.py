@@ -62,6 +62,16 @@ class RolloutReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt outside the dock."""
+
+    key: tuple[int, int]  # what its seed is made of, besides the run's; the first one is negative, unlike those of rows
+    prompt_ids: np.ndarray  # int32 [P]
+    truth: str = ""
+    fields: str = "{}"
+
+
+@dataclass(frozen=True, slots=True)
 class MirrorRoute:
     """Where a node's mirror keeps versions (a path under /dev/shm), and from which relay servers it fetches them."""
 
@@ -308,15 +318,37 @@ class RolloutWorker:
             self._rested = False
         return report
 
-    def answer(self, prompts: Sequence[np.ndarray], greedy: bool) -> list[tuple[np.ndarray, str]]:
-        """(token ids, finish reason) for prompts outside the dock, in order: evaluation and probes."""
+    def answer(
+        self, questions: Sequence[Question], temperature: float | None = None, alone: bool = False
+    ) -> list[Completion]:
+        """Whole answers outside the dock, in order, beside anything else that the replica does: evaluation and probes.
+
+        `temperature` None: as answers that are trained. `alone`: no environment answers the model.
+        """
         spec = self.sampling
-        if greedy:
-            spec = SamplingSpec(spec.max_tokens, temperature=0.0, stop_token_ids=spec.stop_token_ids)
-        requests = [GenRequest(f"x{i}", p, spec, sample_seed(self.seed, -1, i)) for i, p in enumerate(prompts)]
-        with self.tracer.span("rollout/evaluate", lane=self.name, version=self.engine.version, rows=len(prompts)):
-            answers = {a.request_id: a for a in self.engine.generate(requests, timeout_s=self.timeout_s)}
-        return [(answers[r.request_id].token_ids, answers[r.request_id].finish_reason) for r in requests]
+        if temperature is not None:
+            spec = SamplingSpec(spec.max_tokens, temperature=temperature, stop_token_ids=spec.stop_token_ids)
+        requests = [
+            GenRequest(f"x{q.key[0]}.{q.key[1]}", q.prompt_ids, spec, sample_seed(self.seed, *q.key)) for q in questions
+        ]
+        lane, version = f"{self.name} evaluates", self.engine.version
+        with self.tracer.span("rollout/evaluate", lane=lane, version=version, rows=len(requests)):
+            found = {a.request_id: a for a in self._outside(requests, [] if alone else questions)}
+        broken = [a.finish_reason for a in found.values() if a.finish_reason not in ("stop", "length")]
+        if broken:
+            raise EngineError(
+                f"{self.name}: {len(broken)} of {len(found)} answers outside the dock ended with {broken[0]!r} "
+                f"(engine {self.engine.state}, version {self.engine.version})"
+            )
+        return [found[r.request_id] for r in requests]
+
+    def _outside(self, requests: list[GenRequest], asked: Sequence[Question]) -> Iterator[Completion]:
+        if self.conversation is None or not asked:
+            return self.engine.generate(requests, timeout_s=self.timeout_s)
+        rows = [(q.truth, json.loads(q.fields)) for q in asked]
+        return self.conversation.answers(
+            self.engine, requests, rows, timeout_s=self.timeout_s, stopped=lambda: False, tally=Tally()
+        )
 
     def score(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[int, list[np.ndarray]]:
         """(served version, log-probabilities at temperature 1) of given answers."""

@@ -145,12 +145,12 @@ def test_the_log_file_has_every_line_once_and_plain_and_the_console_shows_none_t
         get_logger("service").warning("one replica is late")
         for step in range(3):
             progress.step(step, METRICS)
-        progress.heldout(0.25)
+        progress.evaluated({"eval/mean_at_k": 0.25, "eval/k": 1, "eval/unscored": 0, "eval/version": 3})
     finally:
         close_logging()
     text = (tmp_path / "log.txt").read_text()
     for line in ("starting dock ...", "starting dock: done in 2.0 s", "run folder: here", "one replica is late",
-                 "step 1/60", "step 2/60", "step 3/60", "] held-out 0.250"):  # fmt: skip
+                 "step 1/60", "step 2/60", "step 3/60", "] held-out 0.250 (version 3)"):  # fmt: skip
         assert text.count(line) == 1, line
     assert "\x1b" not in text and "\r" not in text
     assert all(" driver[" in line for line in text.splitlines())

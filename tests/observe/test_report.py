@@ -10,7 +10,7 @@ from mindspeed_asyncflow.observe import trace
 from mindspeed_asyncflow.observe.report import read_history, write_report
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.summary import write_summary
-from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter, SampleText
+from mindspeed_asyncflow.observe.writers import EvaluationsWriter, MetricsWriter, SamplesWriter, SampleText
 
 SUMMARY = {
     "reward_first": 0.2,
@@ -56,7 +56,7 @@ def folder(tmp_path):
         values = {"reward/mean": step / 12, "idle/trainer": 0.1, "staleness/worst_max": 1, "actor/grad_norm": 0.5}
         writer.write(step, values | ({"actor/grad_norm": float("nan")} if step == 5 else {}))
         SamplesWriter(run).write(step, SampleText(step, "p", f"answer of step {step} </pre>", 1.0, "t", 0))
-    writer.write(12, {"eval/heldout_greedy": 0.97})
+    writer.write(12, {"eval/mean_at_k": 0.97})
     writer.close()
     tracer.close()
     write_summary(run, SUMMARY)
@@ -76,14 +76,14 @@ def test_a_whole_run_gives_one_page_that_loads_nothing(folder):
     assert "Not in this report" not in html
 
 
-def test_the_evaluation_after_the_last_step_is_in_the_reward_curve(folder):
-    # Measured at version 0 (written with step 0) and at the end (known to the summary only).
-    writer = MetricsWriter(folder, tensorboard=False)
-    folder.metrics.write_text("")
-    writer.write(0, {"reward/mean": 0.1, "eval/heldout_greedy": 0.3, "eval/version": 0})
-    writer.close()
+def test_every_evaluation_is_in_the_reward_curve_at_the_version_that_it_measured(folder):
+    writer = EvaluationsWriter(folder)
+    for version, mean in ((0, 0.3), (6, None), (12, 0.97)):  # no answer of the second one had a score
+        writer.write({"version": version, "temperature": 0.0, "k": 1, "mean_at_k": mean})
+    with open(folder.evaluations, "a") as file:
+        file.write('{"version": 13, "mea')  # the process was killed here
     html = write_report(folder.path).read_text(encoding="utf-8")
-    assert "held-out, greedy, step 0: 0.3<" in html and "held-out, greedy, step 12: 0.97<" in html
+    assert re.findall(r"held-out, greedy, step (\d+): ([\d.]+)<", html) == [("0", "0.3"), ("12", "0.97")]
 
 
 def test_text_of_users_cannot_become_markup(folder):

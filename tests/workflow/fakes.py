@@ -23,7 +23,7 @@ from mindspeed_asyncflow.errors import WorkerLost
 from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.trace import Tracer
-from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
+from mindspeed_asyncflow.observe.writers import EvaluationsWriter, MetricsWriter, SamplesWriter
 from mindspeed_asyncflow.platforms.cpu import CpuPlatform
 from mindspeed_asyncflow.records import Completion, OptimReport, SamplingSpec, UpdateReport, VersionSpan
 from mindspeed_asyncflow.reshard.boxes import whole
@@ -34,13 +34,16 @@ from mindspeed_asyncflow.reshard.relay_server import RelayServer
 from mindspeed_asyncflow.rewards.pool import Score
 from mindspeed_asyncflow.workflow.arrivals import Mirror
 from mindspeed_asyncflow.workflow.book import Issue
+from mindspeed_asyncflow.workflow.critic_worker import CriticWorker
 from mindspeed_asyncflow.workflow.dock_port import ThreadDock
+from mindspeed_asyncflow.workflow.evaluating import Evaluation
 from mindspeed_asyncflow.workflow.job import Crew
 from mindspeed_asyncflow.workflow.publisher import Publisher
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.run import Run
 from mindspeed_asyncflow.workflow.score_worker import ScoreWorker
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
+from mindspeed_asyncflow.workflow.turns import NoTurns
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync, expected_of
 from mindspeed_asyncflow.workflow.workers import MirrorRoute, RolloutWorker
 
@@ -250,10 +253,16 @@ def run_loops(
     publish_s=0.0,
     link=None,
     late=(),
+    critics=(),
+    heldout=(),
 ) -> Outcome:
     """Run the real loops over fake engines to their end (or error).
 
     `late`: indices of replicas that `before(run)` is to join: `run.join(i, run.late[i])`.
+
+    `critics`: engines of critic ranks, which `algorithm.advantage` gae needs.
+
+    `heldout`: prompts of an evaluation before the run, during it as `config.evaluation` says, and after it.
 
     `link`: bytes per second between the trainer's node and the one of all replicas; None: they are on one node.
     """
@@ -264,7 +273,8 @@ def run_loops(
     path = f"/dev/shm/asyncflow-{os.getpid()}-test{secrets.token_hex(4)}"
     relay = SlowRelay(path, plan.table(train.layout, "float32"), keep=config.workflow.keep_versions)
     relay.delay_s = publish_s
-    server = DockServer(GRPO_COLUMNS, grpo_tasks(False), arena_mb=4, lease_s=30.0, secret=secret).start()
+    tasks = grpo_tasks(False, token_level=config.algorithm.token_level, critic=bool(critics))
+    server = DockServer(GRPO_COLUMNS, tasks, arena_mb=4, lease_s=30.0, secret=secret).start()
     stack = contextlib.ExitStack()
     stack.callback(server.close)
     stack.callback(lambda: publisher.close())
@@ -299,7 +309,7 @@ def run_loops(
                 partial_rounds=config.workflow.partial_rounds,
                 group_size=config.algorithm.group_size,
             ),
-            aside=(*aside, "fetch", "stop", "running"),
+            aside=(*aside, "fetch", "stop", "running", "answer"),
         )
         for i, engine in enumerate(rollouts)
     ]
@@ -327,6 +337,12 @@ def run_loops(
         TrainWorker(train, client(), config.algorithm, name="trainer0", replica=0, publisher=publisher, tracer=QUIET),
         aside=("published",),
     )
+    remote_critics = [
+        Local(
+            CriticWorker(engine, client(), config.algorithm, name=f"critic{i}", replica=0, leads=i == 0, tracer=QUIET)
+        )
+        for i, engine in enumerate(critics)
+    ]
     mirrors = []
     if link is not None:
         relay_server = RelayServer(path, secret, bytes_per_s=link)
@@ -353,22 +369,22 @@ def run_loops(
     async def save(step):
         outcome_saved.append(step)
 
-    async def nothing():
-        return None
-
     async def main() -> Run:
         await trainer.start(0, sync.probe)
         sync.publish([await trainer.published(0)], expected_of([trainer]))
         await sync.bring_all_up()
+        evaluation = Evaluation(config, heldout, sync, NoTurns(), scorer, recorder, EvaluationsWriter(folder))
+        await evaluation.between()
         there = {i: worker for i, worker in enumerate(remote_rollouts) if i not in late}
-        crew = Crew(there, scorer, [], [trainer], [0], starting=set(late))
-        run = Run(config, ThreadDock(client(), "train", len(rollouts)), batches, crew, sync, recorder, nothing, save)
+        crew = Crew(there, scorer, [], [trainer], [0], starting=set(late), critics=remote_critics)
+        run = Run(config, ThreadDock(client(), "train", len(rollouts)), batches, crew, sync, recorder, evaluation, save)
         run.late = {i: remote_rollouts[i] for i in late}
         if before is not None:
             before(run)
         await run.train()
         recorder.end()
         await sync.bring_all_up()
+        await evaluation.between()
         return run
 
     with stack:
