@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 STEPS = 60
 LAG_OF_ALGORITHMS = 1  # as in configs/qwen_tiny_cpu.yaml
@@ -62,6 +64,9 @@ CORRECTIONS = {
 ON_POLICY = "any"  # at lag 0 all ratios are 1, and all these losses have the same gradient
 
 
+Made = TypeVar("Made")
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One run."""
@@ -107,3 +112,15 @@ def correction_jobs(seeds: int, steps: int, lags: tuple[int, ...] = LAGS) -> lis
 
 def describe(job: Job) -> dict[str, Any]:
     return {"part": job.part, "task": job.task, "name": job.name, "lag": job.lag, "seed": job.seed}
+
+
+def lagged(make: Callable[[int], Made], steps: int, lag: int) -> Iterator[tuple[int, Made]]:
+    """(step, batch) for each step; `make(v)` samples a batch with version v, which must be the present one.
+
+    The batch of step t is sampled by version max(0, t - lag): `lag` + 1 batches by the first version, then one by each.
+    """
+    waiting: deque[Made] = deque(make(0) for _ in range(min(lag, steps)))
+    for step in range(steps):
+        if step + lag < steps:
+            waiting.append(make(step))
+        yield step, waiting.popleft()

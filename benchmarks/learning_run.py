@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from learning_jobs import lagged
 
 from mindspeed_asyncflow.algorithms.advantages import group_advantages
 from mindspeed_asyncflow.algorithms.aggregate import loss_denominator
@@ -66,18 +66,6 @@ class Batch:
     advantages: np.ndarray  # float64 [n]
     rewards: np.ndarray  # float64 [n], punishments included
     score: float  # mean score of all answers that were sampled for it, those that were dropped included
-
-
-def lagged(make: Callable[[int], Batch], steps: int, lag: int) -> Iterator[tuple[int, Batch]]:
-    """(step, batch) for each step; `make(v)` samples a batch with version v, which must be the present one.
-
-    The batch of step t is sampled by version max(0, t - lag): `lag` + 1 batches by the first version, then one by each.
-    """
-    waiting: deque[Batch] = deque(make(0) for _ in range(min(lag, steps)))
-    for step in range(steps):
-        if step + lag < steps:
-            waiting.append(make(step))
-        yield step, waiting.popleft()
 
 
 class Sampler:
