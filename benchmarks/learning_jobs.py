@@ -37,8 +37,8 @@ ALGORITHMS = {
 BASE = "PPO clip on the rollout policy (bypass)"
 UNCORRECTED = "none (REINFORCE)"
 REINFORCE = ["algorithm.loss=reinforce"]
-# All with bounds 0.2 / 0.28, grpo advantages and token-mean, as in the configuration. A batch makes one step, so that
-# the policy before it is the policy that is trained: "decoupled, recomputed" is the token weight without any clip.
+# Bounds 0.2 / 0.28 if not said, grpo advantages and token-mean, as in the configuration. A batch makes one step, so the
+# policy before it is the policy that is trained: "decoupled, recomputed" is the token weight without any clip.
 CORRECTIONS = {
     BASE: [],
     UNCORRECTED: REINFORCE,
@@ -59,6 +59,7 @@ CORRECTIONS = {
     "PPO clip, stale weight (lag^-0.5)": ["correction.stale_power=0.5"],
     "GSPO": ["algorithm.loss=gspo"],
     "CISPO": ["algorithm.loss=cispo"],
+    "CISPO, its usual bounds (0 to 5)": ["algorithm.loss=cispo", "algorithm.clip_low=1.0", "algorithm.clip_high=4.0"],
     "DPPO-TV": ["algorithm.loss=dppo_tv"],
 }
 ON_POLICY = "any"  # at lag 0 all ratios are 1, and all these losses have the same gradient
