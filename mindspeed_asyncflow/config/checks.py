@@ -7,7 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mindspeed_asyncflow.config import feasibility, learning, rules_critic, rules_data, rules_turns, schedules
+from mindspeed_asyncflow.config import (
+    feasibility,
+    learning,
+    rules_critic,
+    rules_data,
+    rules_evaluation,
+    rules_turns,
+    schedules,
+)
 from mindspeed_asyncflow.config.machine import Machine
 from mindspeed_asyncflow.config.model import describe
 from mindspeed_asyncflow.config.parallel import check_parallel
@@ -32,7 +40,7 @@ def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = No
     """All findings, errors first. `model` is the Hugging Face config of `model.source`, where it is known already."""
     rules = (
         *(learning.rules, rules_critic.rules, _batches, rules_data.rules),
-        *(_rollout, _trainer, schedules.rules, rules_turns.rules),
+        *(_rollout, _trainer, schedules.rules, rules_turns.rules, rules_evaluation.rules),
     )
     found = [Finding(*f) for rule in rules for f in rule(config)]
     shape = None

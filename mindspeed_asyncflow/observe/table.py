@@ -301,7 +301,7 @@ METRICS: tuple[Metric, ...] = (
     # evaluation
     Metric("eval/mean_at_k", "score", "last", "", "val-core/mean@N",
            "Mean score of all answers that got one, `evaluation.answers` to each prompt; greedy at temperature 0."),
-    Metric("eval/pass_at_k", "share", "last", "", "val-core/best@N",
+    Metric("eval/pass_at_k", "share", "last", "", "",
            "Share of prompts with at least one answer of score 1 or more."),
     Metric("eval/maj_at_k", "score", "last", "", "val-core/maj@N",
            "Mean score of each prompt's most frequent answer text; of equally frequent ones the first."),

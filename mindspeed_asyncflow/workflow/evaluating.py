@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.data.prompts import Prompt
+from mindspeed_asyncflow.data.tasks import named_tasks
 from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError, WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.records import Completion
@@ -69,9 +70,7 @@ def chosen(prompts: Sequence[Prompt], count: int) -> list[tuple[int, Prompt]]:
 
 def source_names(config: Config) -> list[str]:
     """Of the sources, in the order of their numbers; a name that is there twice gets its number."""
-    d = config.data
-    tasks = [s.task for s in d.mix] or [d.task]
-    tasks += [s.task for s in d.validation]
+    tasks = [name for name, _ in named_tasks(config.data)]
     return [f"{task} ({i})" if tasks.count(task) > 1 else task for i, task in enumerate(tasks)]
 
 

@@ -113,6 +113,7 @@ def test_seeds_are_unique_and_the_same_in_every_evaluation_and_for_any_number_of
     assert len(set(map(str, seeds.values()))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["delayed", "rolling", "in_flight"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_evaluation_beside_training_is_of_one_version_and_its_share_and_stops_nobody_before_the_law(
@@ -153,6 +154,7 @@ def test_an_evaluation_beside_training_is_of_one_version_and_its_share_and_stops
     assert not out.run.sync.holds.describe()
 
 
+@pytest.mark.slow
 def test_a_held_replica_leaves_to_the_others_what_it_would_stop_training_for(tmp_path):
     """Two replicas, one version of lag, and an evaluation that takes longer than three steps: training does not wait
     for its end."""
@@ -174,6 +176,7 @@ def test_a_held_replica_leaves_to_the_others_what_it_would_stop_training_for(tmp
     assert loaded < last  # steps went on in the meantime
 
 
+@pytest.mark.slow
 def test_what_a_lost_replica_was_asked_is_asked_of_the_others(tmp_path):
     engines = [Watched(), Watched(eval_s=0.02)]
 
@@ -196,6 +199,7 @@ def test_what_a_lost_replica_was_asked_is_asked_of_the_others(tmp_path):
         assert record["mean_at_k"] == 0.2 and record["prompts"] == 5
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_finds_the_last_one_running_is_left_out_and_said(tmp_path, caplog):
     engines = [Watched(eval_s=0.15)]
     run_loops(
