@@ -100,9 +100,9 @@ def gradient(settings, drift):
     from tests.algorithms.cases import micro_batch, on_tokens
 
     config = load_config(CONFIG, settings)
-    now = np.array([-0.5, -1.0, -0.2, -2.0, -0.7, -0.1, -1.1, -0.4])
-    gaps = drift * np.array([0.9, -0.9, 1.2, 0.4, 0.3, 1.2, -0.15, -0.12])  # log pi - log mu
-    batch = micro_batch([2, 4, 2], [1.0, -0.5, -0.75], now - gaps)
+    now = np.array([-0.5, -1.0, -2.5, -0.2, -2.0, -0.7, -0.1, -1.1, -0.4])
+    gaps = drift * np.array([0.9, -0.9, 0.5, 1.2, 0.4, 0.3, 1.2, -0.15, -0.12])  # log pi - log mu
+    batch = micro_batch([3, 4, 2], [1.0, -0.5, -0.75], now - gaps)
     object.__setattr__(batch, "lags", np.full(len(batch.input_ids), 4.0 if drift else 0.0))
     logprobs = on_tokens(batch, now.tolist()).requires_grad_()
     total, parts = make_policy_loss(config.algorithm, config.correction)(logprobs, logprobs.detach(), batch)
