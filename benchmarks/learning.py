@@ -101,7 +101,7 @@ def smollm2(out: Path) -> dict[str, Any]:
     command += [f"run.folder={folder}", f"trainer.steps={SMOLLM2_STEPS}", "run.seed=1"]
     seconds = run_command(command, folder / "log.txt", PASSIVE, SMOLLM2_TIMEOUT_S)
     lines = (folder / "latest" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rewards = [row["critic/rewards/mean"] for row in map(json.loads, lines) if "critic/rewards/mean" in row]
+    rewards = [row["reward/mean"] for row in map(json.loads, lines) if "reward/mean" in row]
     return {"rewards": rewards, "seconds": round(seconds)}
 
 
