@@ -44,7 +44,7 @@ TOP_LEVEL = {
     *("mindspeed_asyncflow", "configs", "scripts", "tests", "cann_kernels", "docs", "benchmarks", "examples"),
     *("setup.py", "README.md", "README.zh-CN.md", "LICENSE", "pyproject.toml"),
 }
-TEST_FOLDERS_BESIDE_THE_PACKAGE = ("scripts", "benchmarks", "examples", "docs", "ascend", "cann_kernels")
+TEST_FOLDERS_BESIDE_THE_PACKAGE = ("scripts", "benchmarks", "examples", "docs", "ascend", "cann_kernels", "peers")
 
 
 def tracked() -> list[str]:
