@@ -35,5 +35,5 @@ def test_a_critic_as_it_comes_and_no_critic_are_fine():
 
 def test_costs_of_a_critic_are_asked_of_nobody():
     rules_critic.refuse_priced(Config())
-    with pytest.raises(ConfigError, match="algorithm.advantage"):
+    with pytest.raises(ConfigError, match=r"algorithm.advantage"):
         rules_critic.refuse_priced(Config.model_validate({"algorithm": GAE}))
