@@ -240,6 +240,5 @@ def grpo_tasks(
         reward = (*reward, "rollout_logprobs", "ref_logprobs")
     tasks.append(TaskSpec("reward", reward))
     if critic:
-        tasks.append(TaskSpec("value", value))
-        train = (*train, "values", "returns")
+        tasks.append(TaskSpec("value", value))  # writes values and returns with the advantages that training waits for
     return (*tasks, TaskSpec("train", (*train, "token_advantages" if token_level else "advantage")))
