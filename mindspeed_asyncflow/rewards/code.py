@@ -12,7 +12,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,11 @@ from mindspeed_asyncflow.errors import RewardError
 from mindspeed_asyncflow.rewards import sandbox
 from mindspeed_asyncflow.rewards.base import Answer
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_OPENING = re.compile(r"```[ \t]*([\w+#.-]*)[ \t]*")  # at the end of a line
+_PYTHON = ("python", "python3", "py")
 _SCRIPT = str(Path(sandbox.__file__))
-_MOST_CASES = 200
+# The folder of the script must not be searched for modules, and -I would ignore PYTHONHASHSEED.
+_BOOT = "import sys; del sys.path[0]; exec(compile(open(sys.argv[1]).read(), sys.argv[1], 'exec'))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,14 @@ class Case:
 
 
 class Code:
-    """Share of tests that the answer's last fenced block of Python passes: 1 for all, else 0 (`partial`: the share).
+    """Share of tests that the answer's last block of Python passes: 1 for all, else 0 (`partial`: the share).
 
     The truth is a JSON object, or lines of Python that raise when a test fails:
       {"inputs": [...], "outputs": [...]}                       standard input and output of the program
-      {"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}      arguments and result of a function
+      {"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}      arguments and result of a function, as JSON values
       {"asserts": ["assert f(1, 2) == 3"]}                      each one by itself
-    Every test runs in a sandbox of its own (sandbox.py), for at most `case_s` seconds.
+    Every test runs in a sandbox of its own (sandbox.py), for at most `case_s` seconds. Where the time for all tests
+    (0.9 of reward.timeout_s) is over before it is known what the program is worth, that is an error.
     """
 
     def __init__(
@@ -64,16 +66,19 @@ class Code:
             raise RewardError("scorer code cannot make a sandbox: this kernel or container refuses seccomp filters")
 
     def score(self, answer: Answer) -> float:
-        blocks = _BLOCK.findall(answer.text)
-        program = blocks[-1] if blocks else answer.text
-        cases = cases_of(program, answer.truth)
-        if not answer.finished and not blocks:
+        block = block_of(answer.text)
+        cases = cases_of(answer.text if block is None else block, answer.truth)
+        if not answer.finished and block is None:
             return 0.0
-        ends = time.monotonic() + self.all_s
-        passed = 0
-        for case in cases:
-            left = ends - time.monotonic()
-            good = left > 0 and self._passes(case, min(self.case_s, left))
+        ends, passed, hung = time.monotonic() + self.all_s, 0, False
+        for done, case in enumerate(cases):
+            began = time.monotonic()
+            limit = min(self.case_s, ends - began)
+            good = limit > 0 and self._passes(case, limit)
+            overdue = not good and time.monotonic() - began >= limit
+            if overdue and done and limit < self.case_s and not hung:
+                raise TimeoutError(f"time for {done} of {len(cases)} tests within {self.all_s:g} s (reward.timeout_s)")
+            hung |= overdue
             passed += good
             if not good and not self.partial:
                 return 0.0
@@ -82,16 +87,17 @@ class Code:
     def _passes(self, case: Case, limit_s: float) -> bool:
         program = case.program.encode("utf-8", "replace")
         word = ("exits:" if case.stdout is not None else "ends:") + secrets.token_hex(16)
-        with tempfile.TemporaryDirectory(prefix="asyncflow-code-") as folder, contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             reading, writing = os.pipe()
             stack.callback(os.close, reading)
+            told = json.dumps([self.limits, os.getpid(), writing])
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", _SCRIPT, json.dumps([self.limits, os.getpid(), writing])],
+                [sys.executable, "-s", "-S", "-B", "-c", _BOOT, _SCRIPT, told],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[writing],
-                cwd=folder,
+                cwd="/",  # nothing can be written there, so nothing is left
                 env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
                 start_new_session=True,
             )
@@ -159,25 +165,58 @@ def _same(printed: str, wanted: str) -> bool:
     return next(lines) == next(lines)
 
 
+def block_of(text: str) -> str | None:
+    """The last whole fenced block that is called Python, else the last one without a name. None: there is none."""
+    found: dict[bool, str] = {}
+    name, lines = "", list[str]()
+    inside = False
+    for line in text.replace("\r\n", "\n").split("\n"):
+        start, fence, _ = line.rpartition("```")
+        if fence and (opening := _OPENING.fullmatch(line, len(start))) and (opening[1] or not inside):
+            name, lines, inside = opening[1].lower(), [], True
+        elif inside and line.rstrip().endswith("```"):
+            lines += [start] if start.strip() else []
+            if name in ("", *_PYTHON):
+                found[name != ""] = "\n".join(lines)
+            inside = False
+        elif inside:
+            lines.append(line)
+    return found.get(True, found.get(False))
+
+
 def cases_of(program: str, truth: str) -> list[Case]:
     """The tests in a truth. Raises ValueError for one that holds none."""
     text = truth.strip()
     if not text.startswith("{"):
         if not text:
             raise ValueError("the truth holds no test")
-        return [Case(f"{program}\n{text}\n")]
+        return [Case(f"{program}\n{_python(text)}\n")]
     try:
         tests: dict[str, Any] = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"the truth is neither JSON nor Python: {error}") from error
     if isinstance(tests.get("asserts"), list) and tests["asserts"]:
-        return [Case(f"{program}\n{line}\n") for line in tests["asserts"][:_MOST_CASES]]
+        return [Case(f"{program}\n{line}\n") for line in map(_python, tests["asserts"])]
     inputs, outputs = tests.get("inputs"), tests.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
         raise ValueError(f"the truth has {sorted(tests)}; code needs inputs and outputs of one length, or asserts")
-    pairs = list(zip(inputs, outputs))[:_MOST_CASES]
+    pairs = list(zip(inputs, outputs))
     if name := tests.get("fn_name"):
         if not str(name).isidentifier():
             raise ValueError(f"fn_name {name!r} is no name of a function")
-        return [Case(f"{program}\nassert {name}(*{given!r}) == {wanted!r}\n") for given, wanted in pairs]
+        if strange := [given for given in inputs if not isinstance(given, list)]:
+            raise ValueError(f"inputs of {name} must be lists of arguments, not {strange[0]!r:.80}")
+        # By way of JSON: tuples are lists, and an object that says it is equal to everything is refused.
+        result = f"import json as _json\nassert _json.loads(_json.dumps({name}(*%r))) == %r\n"
+        return [Case(f"{program}\n{result % pair}") for pair in pairs]
+    if strange := [text for text in (*inputs, *outputs) if not isinstance(text, str | int | float)]:
+        raise ValueError(f"inputs and outputs of a program must be texts, not {strange[0]!r:.80}")
     return [Case(program, str(given), str(wanted)) for given, wanted in pairs]
+
+
+def _python(text: Any) -> str:
+    try:
+        compile(str(text), "<truth>", "exec")
+    except SyntaxError as error:
+        raise ValueError(f"the truth is no Python: {error}") from error
+    return str(text)

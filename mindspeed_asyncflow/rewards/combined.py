@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,16 +27,33 @@ class Result:
 
 class Combined:
     """The weighted sum of scorers. One that abstains leaves the sum to the others, whose weights are scaled up so that
-    all weights still add up to the same; one that fails leaves the answer without a score."""
+    their sizes (without signs) add up to the same; one that fails leaves the answer without a score."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], timeout_s: float = 5.0) -> None:
         self.parts = parts
-        self.total = sum(part.weight for part in parts)
+        self.limit_s = 0.9 * timeout_s  # the pool would end the whole process at timeout_s
         self.in_batches = any(isinstance(part.scorer, BatchScorer) for part in parts)
 
     def ask_batches(self, answers: Sequence[Answer]) -> dict[str, list[float | Exception | None]]:
-        """What scorers that want many answers at once say, by name."""
-        return {p.name: p.scorer.score_batch(answers) for p in self.parts if isinstance(p.scorer, BatchScorer)}
+        """What scorers that want many answers at once say, by name, all asked at the same time. One that does not keep
+        its own deadline (a resolver that hangs, say) is not waited for: its answers have a `TimeoutError`."""
+        late = TimeoutError(f"no scores within {self.limit_s:g} s")
+        asked = [p for p in self.parts if isinstance(p.scorer, BatchScorer)]
+        found: dict[str, list[float | Exception | None]] = {p.name: [late] * len(answers) for p in asked}
+
+        def ask(name: str, scorer: BatchScorer) -> None:
+            try:
+                found[name] = scorer.score_batch(answers)
+            except Exception as error:  # boundary: as below, a failure is data on the samples
+                found[name] = [error] * len(answers)
+
+        threads = [threading.Thread(target=ask, args=(p.name, p.scorer), daemon=True) for p in asked]
+        ends = time.monotonic() + self.limit_s
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, ends - time.monotonic()))
+        return dict(found)
 
     def result(self, answer: Answer, known: dict[str, float | Exception | None]) -> Result:
         """`known`: what the others have said about this answer."""
@@ -55,12 +74,13 @@ class Combined:
         if not values:
             return Result()
         if len(self.parts) == 1:
-            return Result(next(iter(values.values())) * self.total)
+            return Result(next(iter(values.values())) * self.parts[0].weight)
         asked = [part for part in self.parts if part.name in values]
-        share = sum(part.weight for part in asked)
+        share = sum(abs(part.weight) for part in asked)
         if share == 0:
-            return Result(None, "the weights of the scorers that did not abstain add up to 0", values)
-        return Result(sum(p.weight * values[p.name] for p in asked) * self.total / share, "", values)
+            return Result(None, "the scorers that did not abstain have no weight", values)
+        total = sum(abs(part.weight) for part in self.parts)
+        return Result(sum(p.weight * values[p.name] for p in asked) * total / share, "", values)
 
     def _named(self, part: Part, error: str) -> str:
         return f"{part.name}: {error}" if len(self.parts) > 1 else error

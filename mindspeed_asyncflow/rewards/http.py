@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
+import socket
+import threading
 import time
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -31,13 +34,11 @@ class Http:
         self.urls = [urls] if isinstance(urls, str) else list(urls)
         for url in self.urls:
             parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:  # port: may raise
                 raise ValueError(f"url {url!r} must be http://HOST[:PORT]/PATH or https://...")
         self.deadline_s = 0.8 * timeout_s if deadline_s is None else deadline_s
-        if not self.urls or batch < 1 or not 0 < self.deadline_s < timeout_s:
-            raise ValueError(
-                f"urls must not be empty, batch at least 1, deadline_s below reward.timeout_s {timeout_s:g}"
-            )
+        if not self.urls or not 1 <= batch <= 64 or not 0 < self.deadline_s < timeout_s:
+            raise ValueError(f"urls must not be empty, batch 1 to 64, deadline_s below reward.timeout_s {timeout_s:g}")
         self.batch = batch
         self.headers = {"Content-Type": "application/json"}
         if token_file is not None:
@@ -80,22 +81,34 @@ class Http:
         parts = urlsplit(url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=left_s)
+        # A socket's time-out starts anew with every byte, also inside the headers.
+        ends = time.monotonic() + left_s
+        watch = threading.Timer(left_s, _hang_up, (connection,))
+        watch.daemon = True
+        watch.start()
         try:
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             connection.request("POST", target, body, self.headers)
             response = connection.getresponse()
-            ends, reply = time.monotonic() + left_s, b""
+            reply = b""
             while data := response.read1(65536):
                 reply += data
                 if len(reply) > _MOST_BYTES:
                     raise http.client.HTTPException(f"a reply of more than {_MOST_BYTES >> 20} MiB")
-                if time.monotonic() > ends:  # a socket time-out starts anew with every byte
-                    raise TimeoutError("the reply does not end")
+            if time.monotonic() >= ends:
+                raise TimeoutError("the reply does not end")
             if response.length:
                 raise http.client.IncompleteRead(reply, response.length)
             return response.status, reply
         finally:
+            watch.cancel()
             connection.close()
+
+
+def _hang_up(connection: http.client.HTTPConnection) -> None:
+    if (sock := connection.sock) is not None:
+        with contextlib.suppress(OSError):  # already closed
+            sock.shutdown(socket.SHUT_RDWR)
 
 
 def _scores(url: str, reply: bytes, count: int) -> list[float | Exception | None]:

@@ -8,6 +8,8 @@ from typing import Any
 from mindspeed_asyncflow.errors import RewardError
 from mindspeed_asyncflow.rewards.base import Answer
 
+_MARKS = ("$", "\\boxed", "\\(", "\\[")  # what stands around mathematics in a text
+
 
 class Math:
     """1 if the final answer of the text is mathematically equal to the truth; else 0.
@@ -25,8 +27,14 @@ class Math:
     def parsed(self, text: str) -> list[Any]:
         return self.library.parse(text, parsing_timeout=None)
 
+    def right(self, truth: str) -> list[Any]:
+        """Of a truth without marks the whole is meant: bare, `2\\pi` would be read as the number 2."""
+        whole, marked = f"${truth}$", any(mark in truth for mark in _MARKS)
+        first, second = (truth, whole) if marked else (whole, truth)
+        return self.parsed(first) or self.parsed(second)
+
     def score(self, answer: Answer) -> float:
-        right = self.parsed(answer.truth) or self.parsed(f"${answer.truth}$")
+        right = self.right(answer.truth)
         if not right:
             raise ValueError(f"the truth {answer.truth[:80]!r} is no mathematical expression")
         if not answer.finished:

@@ -70,7 +70,8 @@ class ScorerPool:
     """
 
     def __init__(self, data: DataConfig, reward: RewardConfig) -> None:
-        self._spec = Spec.of(data, reward).plain()
+        spec = Spec.of(data, reward)
+        self._spec, self._in_batches = spec.plain(), spec.in_batches
         self._timeout_s = reward.timeout_s
         self._failed_value = 0.0 if reward.on_timeout == "zero" else None
         self.counts: Counter[str] = Counter(scored=0, abstained=0, failed=0, timed_out=0, died=0)
@@ -131,6 +132,8 @@ class ScorerPool:
     def _tail_of_slowest(self, call: _Call) -> list[int]:
         """Answers not begun by a process that is slow, last first: the two meet, and the first result counts."""
         now = time.monotonic()
+        if self._in_batches:  # a server would be asked twice
+            return []
         for process in self._processes:
             slow = len(process.outstanding) > 1 and now - process.since >= _SLOW_S
             if slow and not process.tail_given_away:
@@ -190,7 +193,7 @@ class ScorerPool:
         for process in self._processes:
             if process.outstanding:
                 ends.append(process.since + self._timeout_s)
-                if idle and len(process.outstanding) > 1 and not process.tail_given_away:
+                if idle and len(process.outstanding) > 1 and not (process.tail_given_away or self._in_batches):
                     ends.append(process.since + _SLOW_S)
         return max(0.0, min(ends) - now)
 

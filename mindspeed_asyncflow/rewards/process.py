@@ -82,7 +82,7 @@ class ScorerProcess:
             self.ready = True
         if messages:
             self.since = time.monotonic()
-        return [(self.outstanding.popleft(), (value, error, parts)) for value, error, parts in messages]
+        return [(self.outstanding.popleft(), (value, error, parts)) for value, error, parts in filter(None, messages)]
 
     def kill(self) -> int:
         """End the process and everything that it started, now; its exit code."""

@@ -47,6 +47,10 @@ class Spec:
         scorers = [(s.name, s.weight, dict(s.options)) for s in reward.scorers]
         return cls(named_tasks(data), scorers, reward.timeout_s)
 
+    @property
+    def in_batches(self) -> bool:
+        return any(hasattr(SCORERS.get(name), "score_batch") for name, *_ in self.scorers)
+
     def plain(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -69,8 +73,14 @@ class UserFunction:
         module, _, attribute = name.partition(":")
         try:
             self.function = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise RewardError(f"reward.scorers {name!r} cannot be loaded: {error}. For example\n{EXAMPLE}") from error
+        except Exception as error:  # boundary: a module of the user's may do anything while it is imported
+            said = f"{type(error).__name__}: {error}"
+            raise RewardError(f"reward.scorers {name!r} cannot be loaded: {said}. For example\n{EXAMPLE}") from error
+        if inspect.iscoroutinefunction(self.function):
+            raise RewardError(f"reward.scorers {name!r} is async, a scorer must not be. For example\n{EXAMPLE}")
+        if both := sorted(set(options) & set(ARGUMENTS)):
+            said = f"options {', '.join(both)} are what every scorer is given"
+            raise RewardError(f"reward.scorers {name!r}: {said}. For example\n{EXAMPLE}")
         self.options = dict(options)
         self.names = self._names(name)
 
@@ -115,7 +125,7 @@ def build_scorer(name: str, options: Mapping[str, Any], timeout_s: float) -> Sco
     own = {"timeout_s": timeout_s} if "timeout_s" in inspect.signature(SCORERS[name]).parameters else {}
     try:
         return SCORERS[name](**(own | dict(options)))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OSError) as error:
         raise RewardError(f"reward.scorers {name} with options {dict(options)}: {error}") from error
 
 
@@ -139,6 +149,6 @@ def build(spec: Spec) -> Combined:
         else:
             scorer = build_scorer(name, options, spec.timeout_s)
         parts.append(Part(label, weight, scorer))
-    if sum(part.weight for part in parts) == 0:
-        raise RewardError("the weights of reward.scorers add up to 0")
-    return Combined(parts)
+    if not any(part.weight for part in parts):
+        raise RewardError("all weights of reward.scorers are 0")
+    return Combined(parts, spec.timeout_s)

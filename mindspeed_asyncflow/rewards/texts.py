@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Context, Decimal, InvalidOperation
 
 from mindspeed_asyncflow.rewards.base import Answer
 
@@ -28,6 +28,8 @@ class Format:
     one after another (`<think>...</think><answer>...</answer>`), with nothing but white space around them."""
 
     def __init__(self, pattern: str | None = None, tags: Sequence[str] = ("think", "answer")) -> None:
+        if isinstance(tags, str):
+            raise ValueError(f"tags must be a list of names, not {tags!r}")
         if pattern is None:
             pattern = r"\s*".join(
                 f"<{re.escape(tag)}>(?:(?!</?{re.escape(tag)}>).)*</{re.escape(tag)}>" for tag in tags
@@ -41,18 +43,22 @@ class Format:
         return float(answer.finished and self.form.fullmatch(answer.text) is not None)
 
 
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?%?")
+# A sign right after a number, a name or a bracket is an operator: 3-5 ends with 5.
+_NUMBER = re.compile(r"(?:(?<![\w)\]])[-+])?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?%?")
 
 
 def last_number(text: str) -> Decimal | None:
     """The last number of a text: `1,234.5`, `-3`, `.5`, `2e-3`, `40%` (as 40). None: it has none."""
-    found = [m.group() for m in _NUMBER.finditer(text) if any(c.isdigit() for c in m.group())]
+    found = [m.group() for m in _NUMBER.finditer(text.replace("\u2212", "-")) if any(c.isdigit() for c in m.group())]
     if not found:
         return None
     try:
         return Decimal(found[-1].rstrip("%").replace(",", ""))
     except InvalidOperation:
         return None
+
+
+_EXACT = Context(prec=60, traps=[])  # 1e9999999 - 4 is infinite, no error
 
 
 class Number:
@@ -73,15 +79,15 @@ class Number:
         said = last_number(answer.text)
         if not answer.finished or said is None or not said.is_finite():
             return 0.0
-        allowed = self.tolerance * abs(right) if self.relative else self.tolerance
-        return float(abs(said - right) <= allowed)
+        allowed = _EXACT.multiply(self.tolerance, right.copy_abs()) if self.relative else self.tolerance
+        return float(_EXACT.subtract(said, right).copy_abs() <= allowed)
 
 
 class Choice:
     """1 if the letter that the text chooses is that of the truth; else 0.
 
     The choice is, in this order: inside the last \\boxed{}; after the last "answer is" or "answer:"; the last letter in
-    brackets; the whole text. Letters are those of `letters`, capital or small in the first three places.
+    brackets; the whole text. Letters are those of `letters`, capital or small ("the answer is a matter of": none).
     """
 
     def __init__(self, letters: str = "ABCDEFGHIJ") -> None:
@@ -90,7 +96,7 @@ class Choice:
         letter = f"([{re.escape(letters.upper() + letters.lower())}])"
         self.places = [
             re.compile(rf"\\boxed\s*{{\s*(?:\\text\s*{{)?\s*\(?{letter}\)?\s*}}?\s*}}"),
-            re.compile(rf"answer\s*(?:is|:)\s*:?\s*[*(\[]*{letter}(?![A-Za-z])", re.IGNORECASE),
+            re.compile(rf"answer\s*(?:is|:)\s*:?\s*[*(\[]*(?!(?-i:[a-z])\s+\w){letter}(?![A-Za-z])", re.IGNORECASE),
             re.compile(rf"[(\[]{letter}[)\]]"),
             re.compile(rf"\s*{letter}\s*[.)]?\s*"),
         ]

@@ -2,7 +2,8 @@
 
 Protocol, one JSON text per line on one socket. To the process: a list of answers, the fields of `Answer` each. Back:
 first ["ready"] or ["failed", reason], then for each answer, as soon as it is scored, [value, error, parts]: a number
-and ""; null and "" where all scorers abstain; null and what went wrong.
+and ""; null and "" where all scorers abstain; null and what went wrong. [] says that the process lives: the deadline of
+the next answer starts anew.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ def main(descriptor: int, parent: int, spec: dict[str, Any]) -> None:
         send(channel, ["ready"])
         for line in channel.makefile("r", encoding="utf-8", newline="\n"):
             answers = [Answer(*fields) for fields in json.loads(line)]
-            asked = scorers.ask_batches(answers) if scorers.in_batches else {}
+            asked: dict[str, list[float | Exception | None]] = {}
+            if scorers.in_batches:
+                asked = scorers.ask_batches(answers)
+                send(channel, [])
             for i, answer in enumerate(answers):
                 result = scorers.result(answer, {name: said[i] for name, said in asked.items()})
                 send(channel, [result.value, result.error, result.parts])

@@ -1,12 +1,13 @@
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 
 from mindspeed_asyncflow.errors import RewardError
 from mindspeed_asyncflow.rewards.base import Answer
-from mindspeed_asyncflow.rewards.code import Code, cases_of
+from mindspeed_asyncflow.rewards.code import Code, block_of, cases_of
 
 ADD = "def f(a, b):\n    return a + b"
 CASES = json.dumps({"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]})
@@ -54,6 +55,8 @@ def test_a_program_that_leaves_before_its_tests_has_not_passed_them(leave):
         "open('../there', 'a')",
         "import os\nos.kill(os.getppid(), 9)",
         "import os\nos.unlink('../there')",
+        "import ctypes\nif ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == -1:\n    raise PermissionError",
+        "import os\nos.removexattr('here', 'user.x')",
         "import os\nos.mkdir('../there')",
         "import ctypes\nif ctypes.CDLL(None).ptrace(16, 1, 0, 0) == -1:\n    raise PermissionError",
     ],
@@ -102,6 +105,10 @@ def test_a_cut_off_answer_without_a_whole_block_has_no_program():
         ("{", "neither JSON"),
         ('{"a": 1}', "inputs and outputs"),
         ('{"inputs": [1], "outputs": []}', "one length"),
+        ("it returns the sum", "no Python"),
+        ('{"asserts": ["assert f(1"]}', "no Python"),
+        ('{"fn_name": "f", "inputs": [3], "outputs": [4]}', "lists of arguments"),
+        ('{"inputs": [["4"]], "outputs": [["8"]]}', "must be texts"),
         ('{"fn_name": "f(); g", "inputs": [[1]], "outputs": [1]}', "no name of a function"),
     ],
 )
@@ -121,3 +128,47 @@ def test_a_machine_without_sandboxes_is_told_before_the_run(monkeypatch):
     monkeypatch.setattr(Code, "_passes", lambda *_: False)
     with pytest.raises(RewardError, match="seccomp"):
         Code().check()
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("It prints\n```text\n3\n```\nwith\n```python\nx = 1\n```", "x = 1"),
+        ("```cpp\nint x;\n```\n```py\nx = 1\n```\n", "x = 1"),
+        ("```Python3\r\nx = 1\r\n```\r\nIt prints\r\n```\r\n3\r\n```", "x = 1"),
+        ("```python\nx = 1\n```\nBetter: ```python\nx = 2```", "x = 2"),
+        ("```\nx = 1\n```", "x = 1"),
+        ("```python\nx = 1\n```\n```python\nx = ", "x = 1"),
+        ("```cpp\nint x;\n```", None),
+        ("x = 1", None),
+    ],
+)
+def test_the_last_whole_block_of_python_is_the_program(text, block):
+    assert block_of(text) == block
+
+
+def test_a_result_is_compared_as_json_so_that_nothing_equals_everything():
+    truth = json.dumps({"fn_name": "f", "inputs": [[]], "outputs": [[1, 2]]})
+    assert score("def f():\n    return (1, 2)", truth) == 1.0
+    assert score("class X:\n    def __eq__(self, _):\n        return True\ndef f():\n    return X()", truth) == 0.0
+
+
+def test_time_that_is_over_for_a_program_without_fault_is_an_error_not_a_zero():
+    truth = json.dumps({"asserts": ["assert True"] * 1000})
+    with pytest.raises(TimeoutError, match="of 1000 tests"):
+        score("", truth, timeout_s=0.5)
+
+
+def test_a_superuser_has_no_privileges_inside_but_to_read():
+    status = "[line.split()[1] for line in open('/proc/self/status') if line.startswith('CapEff')]"
+    assert score(f"held = int({status}[0], 16)", "assert held & ~4 == 0") == 1.0
+
+
+def test_hashes_are_the_same_in_every_run():
+    wanted = {"inputs": [""], "outputs": [str(score_of_hash())]}
+    assert score("print(hash('a'))", json.dumps(wanted)) == 1.0
+
+
+def score_of_hash():
+    command = [sys.executable, "-S", "-c", "print(hash('a'))"]
+    return int(subprocess.run(command, env={"PYTHONHASHSEED": "0"}, capture_output=True, text=True).stdout)

@@ -6,8 +6,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from mindspeed_asyncflow.config.intake import DataConfig, RewardConfig, ScorerConfig
 from mindspeed_asyncflow.rewards.base import Answer
 from mindspeed_asyncflow.rewards.http import Http
+from mindspeed_asyncflow.rewards.pool import ScorerPool
 
 
 @contextlib.contextmanager
@@ -106,6 +108,15 @@ def stall(handler):
         time.sleep(0.05)
 
 
+def drip(handler):
+    with contextlib.suppress(OSError):
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+        for _ in range(40):
+            handler.wfile.write(b"a")
+            handler.wfile.flush()
+            time.sleep(0.05)
+
+
 def lie(handler):
     handler.send_response(200)
     handler.send_header("Content-Length", "100")
@@ -114,7 +125,9 @@ def lie(handler):
     handler.close_connection = True
 
 
-@pytest.mark.parametrize("reply", [stall, lie, lambda handler: time.sleep(2)], ids=["drips", "ends early", "silent"])
+@pytest.mark.parametrize(
+    "reply", [stall, drip, lie, lambda handler: time.sleep(2)], ids=["stalls", "drips", "ends early", "silent"]
+)
 def test_a_server_that_stalls_or_lies_about_its_length_costs_the_deadline_and_no_more(reply):
     with server(lambda n, items: reply) as (url, _):
         began = time.monotonic()
@@ -123,7 +136,28 @@ def test_a_server_that_stalls_or_lies_about_its_length_costs_the_deadline_and_no
     assert isinstance(found[0], TimeoutError) and "0.4 s" in str(found[0])
 
 
-@pytest.mark.parametrize("options", [{"urls": "ftp://x"}, {"urls": []}, {"urls": "http://x/", "deadline_s": 5.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"urls": "ftp://x"}, {"urls": []}, {"urls": "http://x/", "deadline_s": 5.0}, {"urls": "http://x/", "batch": 65}],
+)
 def test_what_cannot_work_is_refused(options):
     with pytest.raises(ValueError, match="url"):
         Http(**options)
+
+
+@pytest.mark.slow
+def test_a_server_is_asked_once_for_each_answer_also_by_several_slow_processes():
+    def slow(number, items):
+        time.sleep(0.3)
+        return lengths(number, items)
+
+    with server(slow) as (url, seen):
+        scorer = ScorerConfig(name="http", options={"urls": url})
+        pool = ScorerPool(DataConfig(), RewardConfig(workers=2, scorers=[scorer]))
+        try:
+            before = [process.process.pid for process in pool._processes]
+            assert [s.value for s in pool.score(answers(*["aa"] * 96))] == [2.0] * 96
+            assert [process.process.pid for process in pool._processes] == before
+        finally:
+            pool.close()
+    assert sum(len(items) for items, _ in seen) == 96

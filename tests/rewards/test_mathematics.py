@@ -19,6 +19,11 @@ pytestmark = pytest.mark.slow  # the library takes seconds to import
         ("$\\boxed{4}$", "5", 0.0),
         ("I do not know", "5", 0.0),
         ("$\\boxed{x^2+2x+1}$", "$(x+1)^2$", 1.0),
+        ("$\\boxed{2\\pi}$", "2\\pi", 1.0),
+        ("$\\boxed{2}$", "2\\pi", 0.0),
+        ("$\\boxed{\\sqrt{18}}$", "3\\sqrt{2}", 1.0),
+        ("$\\boxed{10}$", "10^{5}", 0.0),
+        ("$\\boxed{18}$", "#### 18", 1.0),
     ],
 )
 def test_equal_in_mathematics_not_in_text(text, truth, right):

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from mindspeed_asyncflow.config.intake import DataConfig, RewardConfig, ScorerConfig
@@ -45,6 +47,22 @@ def test_one_that_abstains_leaves_the_sum_to_the_others_at_the_same_total_weight
     assert combined(None, None) == Result()
 
 
+def test_a_penalty_stays_a_penalty_where_others_abstain():
+    assert combined(None, 1.0, weights=(1.0, -0.5)).value == pytest.approx(-1.5)
+
+
+def test_a_batch_scorer_that_hangs_costs_its_answers_and_no_more():
+    class Hangs:
+        def score_batch(self, answers):
+            time.sleep(2)
+
+    part = Combined([Part("slow", 1.0, Hangs())], timeout_s=0.2)
+    began = time.monotonic()
+    known = part.ask_batches([Answer("", "", True)])
+    assert time.monotonic() - began < 1.0
+    assert "0.18 s" in part.result(Answer("", "", True), {"slow": known["slow"][0]}).error
+
+
 @pytest.mark.parametrize(
     ("value", "said"), [(ZeroDivisionError("x"), "ZeroDivisionError"), (float("inf"), "inf"), (float("nan"), "nan")]
 )
@@ -77,6 +95,11 @@ def test_the_scorer_of_the_task_can_be_one_of_several():
         (f"{HERE}:empty", {}, "has no argument"),
         (f"{HERE}:good", {"bonus": 1}, "has no argument bonus"),
         (f"{HERE}:NOT_A_FUNCTION", {}, "no function"),
+        (f"{HERE}:later", {}, "async"),
+        (f"{HERE}:good", {"answer": 1}, "options answer"),
+        (":score", {}, "cannot be loaded"),
+        ("http", {"urls": "http://x:99999/"}, "[Pp]ort"),
+        ("http", {"urls": "http://x/", "token_file": "nowhere.txt"}, "nowhere.txt"),
     ],
 )
 def test_a_scorer_that_cannot_be_built_is_refused_with_its_name(name, options, said):
@@ -93,8 +116,8 @@ def test_a_users_function_gets_what_it_names_and_its_options():
 
 
 def test_weights_that_add_up_to_nothing_are_refused():
-    with pytest.raises(RewardError, match="add up to 0"):
-        build(spec({"name": "exact", "weight": 1}, {"name": "exact", "weight": -1}))
+    with pytest.raises(RewardError, match="are 0"):
+        build(spec({"name": "exact", "weight": 0}, {"name": "number", "weight": 0}))
 
 
 def test_every_documented_scorer_is_there():

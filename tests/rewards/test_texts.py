@@ -41,6 +41,8 @@ def test_format_takes_a_pattern_and_refuses_a_broken_one():
     assert Format(pattern=r"\d+").score(answer(" 123 ")) == 1.0 and Format(pattern=r"\d+").score(answer("1a")) == 0.0
     with pytest.raises(ValueError, match="no regular expression"):
         Format(pattern="(")
+    with pytest.raises(ValueError, match="list of names"):
+        Format(tags="think")
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,9 @@ def test_format_takes_a_pattern_and_refuses_a_broken_one():
         ("about 2e-3 m", "0.002"),
         ("40%", "40"),
         ("from 3 to 12,5", "5"),
+        ("x = \u22121", "-1"),
+        ("pages 3-5", "5"),
+        ("(-5)", "-5"),
         ("none", None),
         ("", None),
         ("...,,,%%%", None),
@@ -72,6 +77,12 @@ def test_any_text_has_a_number_or_none_and_never_an_error(text):
 def test_huge_numbers_are_compared_exactly(number):
     assert Number().score(answer(f"so {number}", str(number))) == 1.0
     assert Number().score(answer(f"so {number + 1}", str(number))) == 0.0
+
+
+def test_a_number_beyond_all_measure_is_wrong_not_an_error():
+    assert Number().score(answer("1e9999999", "4")) == 0.0
+    assert Number(tolerance=0.1, relative=True).score(answer("4", "1e9999999")) in (0.0, 1.0)
+    assert Number().score(answer("1e9999999", "1e9999999")) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -98,6 +109,8 @@ def test_a_truth_without_a_number_is_an_error_not_a_zero():
         ("b", "B"),
         (" D. ", "D"),
         ("A cat sat on the mat", None),
+        ("The answer is a matter of taste: (B)", "B"),
+        ("the answer is b", "B"),
         ("the answer is Brazil", None),
     ],
 )

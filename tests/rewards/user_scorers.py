@@ -20,3 +20,7 @@ def empty():
 
 
 NOT_A_FUNCTION = 3
+
+
+async def later(answer):
+    return 1.0
