@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from mindspeed_asyncflow.engines.base import RolloutEngine, TrainEngine
@@ -29,12 +29,12 @@ from mindspeed_asyncflow.platforms.memory import (
     DeviceMemory,
     HostPool,
 )
-from mindspeed_asyncflow.records import UpdateReport, WeightManifest
+from mindspeed_asyncflow.records import Completion, UpdateReport, WeightManifest
 from mindspeed_asyncflow.reshard.in_place import InPlace, ReshardReport
 from mindspeed_asyncflow.reshard.swap import HostSwap
 from mindspeed_asyncflow.reshard.unstored import verify
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
-from mindspeed_asyncflow.workflow.workers import RolloutReport, RolloutWorker, RowBatch
+from mindspeed_asyncflow.workflow.workers import Question, RolloutReport, RolloutWorker, RowBatch
 
 TRAIN_KINDS = (TRAIN_WEIGHTS, GRADIENTS, OPTIMIZER)
 GENERATION_KINDS = (GENERATION_WEIGHTS, KV_CACHE)
@@ -141,3 +141,10 @@ class FilledRolloutWorker(RolloutWorker):
         report = super().generate(claim_id, batch)
         served = tuple((version, self._published.get(own, own)) for version, own in report.served)
         return dataclasses.replace(report, served=served)
+
+    def answer(
+        self, questions: Sequence[Question], temperature: float | None = None, alone: bool = False
+    ) -> list[Completion]:
+        answers = super().answer(questions, temperature, alone)
+        published = self._published
+        return [dataclasses.replace(a, fingerprint=published.get(a.fingerprint, a.fingerprint)) for a in answers]
