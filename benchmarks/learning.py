@@ -13,6 +13,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -122,6 +123,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the workers are ended on the way out
     out: Path = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     steps = 6 if arguments.quick else STEPS

@@ -16,7 +16,13 @@ LAGS = (1, 2, 4, 8)
 TASKS = {
     "sort4": ["data.task=sort4"],
     "sort5": ["data.task=sort5", "rollout.max_new_tokens=6"],
-    "chain_sum": ["data.task=chain_sum", "data.max_prompt_tokens=12", "model.source=builtin:tiny_qwen2_sums"],
+    # Two terms: of longer sums the warm-up leaves this model without a right answer to most prompts.
+    "chain_sum": [
+        "data.task=chain_sum",
+        "data.options={max_terms: 2}",
+        "data.heldout=30",
+        "model.source=builtin:tiny_qwen2_sums",
+    ],
 }
 
 # As published, but for GSPO's bounds: its 3e-4 and 4e-4 belong to long answers of a large model, and ratios of four
