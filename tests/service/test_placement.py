@@ -1,6 +1,6 @@
 import pytest
 
-from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.config.schema import AlgorithmConfig, Config
 from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.service.placement import check_feasible, demands, worth_telling
 
@@ -18,6 +18,13 @@ def test_devices_that_cannot_come_are_refused_at_once_with_wanted_available_and_
     message = str(caught.value)
     assert "wants 4 NPUs" in message and "has 2" in message
     assert "trainer.tensor_parallel" in message and "rollout.replicas" in message
+
+
+def test_a_critic_wants_as_many_devices_as_the_trainer():
+    with_critic = config(2, 1).model_copy(update={"algorithm": AlgorithmConfig(advantage="gae")})
+    check_feasible(demands(with_critic), {"NPU": 5.0})
+    with pytest.raises(PlatformError, match=r"critic: 2 x 1 \(algorithm.advantage gae"):
+        check_feasible(demands(with_critic), {"NPU": 4.0})
 
 
 def test_a_cluster_without_the_resource_has_none():
