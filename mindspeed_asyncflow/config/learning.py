@@ -20,6 +20,17 @@ def rules(c: Config) -> Iterator[Raw]:
     yield from _losses(c)
     yield from _kl(c)
     yield from _correction(c)
+    yield from _overlong(c)
+
+
+def _overlong(c: Config) -> Iterator[Raw]:
+    buffer, longest = c.reward.overlong_buffer, c.rollout.max_new_tokens
+    if buffer is not None and buffer > longest:
+        yield (
+            "error",
+            ("reward.overlong_buffer", "rollout.max_new_tokens"),
+            f"a buffer of {buffer} tokens before {longest} punishes every answer; make it {longest} or less",
+        )
 
 
 def _advantages(c: Config) -> Iterator[Raw]:
@@ -118,12 +129,15 @@ def _correction(c: Config) -> Iterator[Raw]:
         )
     if k.floor > k.cap:
         yield "error", ("correction.floor", "correction.cap"), f"the smallest weight {k.floor:g} is above the largest"
-    if k.reject not in ("off", "kpop") and k.reject_low >= k.reject_high:
+    if k.reject not in ("off", "kpop") and not k.reject_low <= 1 <= k.reject_high:
         yield (
             "error",
             ("correction.reject_low", "correction.reject_high"),
-            f"nothing is between {k.reject_low:g} and {k.reject_high:g}",
+            f"equal policies have the ratio 1, which [{k.reject_low:g}, {k.reject_high:g}] does not hold: every answer "
+            "would be masked",
         )
+    if a.proximal == "log_linear" and w.max_lag == 0:
+        yield "warning", ("algorithm.proximal", "workflow.max_lag"), "log_linear is current where no token is old"
     if k.stale_power > 0 and w.max_lag == 0:
         yield (
             "warning",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pydantic
 import yaml
@@ -94,14 +94,24 @@ def _explain(error: pydantic.ValidationError, origins: dict[str, str]) -> list[s
         path = ".".join(loc[: 3 if keys.is_open_mapping(".".join(loc[:2])) else 2])
         origin = next((origins[p] for p in (path, loc[0] if loc else "") if p in origins), "")
         prefix = f"{origin}: " if origin else ""
+        inside = len(loc) > 2 and loc[2].isdigit()  # one of a list of sections
+        path = f"{path}[{loc[2]}]" + "".join(f".{part}" for part in loc[3:4]) if inside else path
         if path in said:
             continue
         if item["type"] == "extra_forbidden":
-            said[path] = prefix + _unknown(path, item["input"])
+            said[path] = prefix + (_unknown_inside(loc) if inside else _unknown(path, item["input"]))
         else:
             message = item["msg"].replace("Input should be", "must be").replace("Value error, ", "")
             said[path] = f"{prefix}{path} = {_short(item['input'])}: {message}"
     return list(said.values())
+
+
+def _unknown_inside(loc: list[str]) -> str:
+    section, name, index, key = loc[:4]
+    (kind,) = get_args(keys.sections()[section].model_fields[name].annotation)
+    return (
+        f"{section}.{name}[{index}].{key} is not a setting; each of {section}.{name} has {', '.join(kind.model_fields)}"
+    )
 
 
 def _unknown(path: str, value: Any) -> str:

@@ -41,11 +41,17 @@ def _json_lines(file: Path) -> Iterator[Row]:
                 yield _object(line, f"{file}:{number}")
 
 
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def _object(text: str, where: str) -> Row:
     try:
-        row = json.loads(text)
+        row = json.loads(text, parse_constant=_no_number)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON ({error})") from error
     return where, _checked(row, where)
 
 
@@ -61,12 +67,16 @@ def _json(file: Path) -> Iterator[Row]:
     if not text.strip():
         return
     try:
-        whole = json.loads(text)
+        whole = json.loads(text, parse_constant=_no_number)
+    except RecursionError as error:
+        raise DataError(f"{file}: not JSON ({error})") from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # one object after another
             yield from _json_lines(file)
             return
         raise DataError(f"{file}:{error.lineno}: not JSON ({error.msg} at column {error.colno})") from error
+    except ValueError as error:
+        raise DataError(f"{file}: not JSON ({error})") from error
     if isinstance(whole, dict) and _is_table(whole.get("data")):
         whole = whole["data"]
     if isinstance(whole, dict):

@@ -35,9 +35,12 @@ def load_tokenizer(folder: str, chat_template: str | None = None) -> Any:
 def set_chat_template(tokenizer: Any, file: str) -> None:
     """Give `tokenizer` the Jinja template in `file`. Raises `DataError` if it cannot be read."""
     try:
-        tokenizer.chat_template = Path(file).read_text(encoding="utf-8-sig")
+        template = Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.chat_template {file} cannot be read: {error}") from error
+    if not template.strip():
+        raise DataError(f"data.chat_template {file} is empty")
+    tokenizer.chat_template = template
 
 
 def stop_token_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:

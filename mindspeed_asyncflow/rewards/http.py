@@ -81,12 +81,13 @@ class Http:
         parts = urlsplit(url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=left_s)
-        # A socket's time-out starts anew with every byte, also inside the headers.
-        ends = time.monotonic() + left_s
-        watch = threading.Timer(left_s, _hang_up, (connection,))
-        watch.daemon = True
-        watch.start()
+        ends, watch = time.monotonic() + left_s, None
         try:
+            connection.connect()
+            # A socket's time-out starts anew with every byte, also inside the headers.
+            watch = threading.Timer(ends - time.monotonic(), _hang_up, (connection.sock,))
+            watch.daemon = True
+            watch.start()
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             connection.request("POST", target, body, self.headers)
             response = connection.getresponse()
@@ -101,14 +102,14 @@ class Http:
                 raise http.client.IncompleteRead(reply, response.length)
             return response.status, reply
         finally:
-            watch.cancel()
+            if watch is not None:
+                watch.cancel()
             connection.close()
 
 
-def _hang_up(connection: http.client.HTTPConnection) -> None:
-    if (sock := connection.sock) is not None:
-        with contextlib.suppress(OSError):  # already closed
-            sock.shutdown(socket.SHUT_RDWR)
+def _hang_up(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # already closed
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _scores(url: str, reply: bytes, count: int) -> list[float | Exception | None]:

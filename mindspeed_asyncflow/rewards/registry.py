@@ -121,7 +121,7 @@ def build_scorer(name: str, options: Mapping[str, Any], timeout_s: float) -> Sco
     if ":" in name:
         return UserFunction(name, options)
     if name not in SCORERS:
-        raise RewardError(f"reward.scorers {name!r} is unknown; there are: {', '.join(SCORERS)}, MODULE:FUNCTION")
+        raise RewardError(f"reward.scorers {name!r} is unknown; there are: task, {', '.join(SCORERS)}, MODULE:FUNCTION")
     own = {"timeout_s": timeout_s} if "timeout_s" in inspect.signature(SCORERS[name]).parameters else {}
     try:
         return SCORERS[name](**(own | dict(options)))

@@ -31,7 +31,9 @@ KL = {"kl_coef": 0.1}
             {"algorithm": {"proximal": "current"}, "correction": {"weight": "token", "floor": 3.0}},
             "correction.floor",
         ),
-        ({"correction": {"reject": "token", "reject_low": 2.0}}, "correction.reject_low"),
+        ({"correction": {"reject": "token", "reject_low": 2.0, "reject_high": 3.0}}, "correction.reject_low"),
+        ({"correction": {"reject": "geometric", "reject_high": 0.9}}, "correction.reject_low"),
+        ({"reward": {"overlong_buffer": 10}}, "reward.overlong_buffer"),
     ],
 )
 def test_mathematics_that_cannot_work_is_refused_with_its_key(sections, key):

@@ -85,7 +85,7 @@ def test_the_scorer_of_the_task_can_be_one_of_several():
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("exactly", {}, "unknown; there are: exact"),
+        ("exactly", {}, "unknown; there are: task, exact"),
         ("number", {"tolerence": 1}, "tolerence"),
         ("length", {}, "limit"),
         ("http", {"urls": "nowhere"}, "nowhere"),
