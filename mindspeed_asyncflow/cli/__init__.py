@@ -43,6 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status; nothing is raised."""
+    if not {"", os.getcwd()} & set(sys.path):  # the installed command: the user's own modules lie where it is run
+        sys.path.append(os.getcwd())
     try:
         arguments = build_parser().parse_args(argv)
     except SystemExit as stop:  # argparse has printed its help or message
