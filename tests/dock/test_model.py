@@ -402,6 +402,7 @@ class Schedule:
             control.resolve(np.array([handle]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "largest"), [(0, 1), (1, 4), (2, 4), (3, 9), (4, 3), (5, 2)])
 def test_random_schedules_agree_with_the_naive_model(new_bench, seed, largest):
     """More than 10,000 rows over all runs, every verb: counts, policies, whole groups and handles are exact."""

@@ -645,6 +645,7 @@ def test_a_lost_pair_stalls_nobody_else(docks, put):
         clients[0].read(np.array([2 << 55 | 1]), ["prompt"])
 
 
+@pytest.mark.slow
 def test_doubling_the_pairs_halves_the_busiest_ones_bytes_and_messages(docks):
     shares = {}
     for count in (1, 2, 4):

@@ -106,6 +106,7 @@ def test_a_running_request_holds_its_cache_until_it_is_dropped(arena: Arena) -> 
     list(stream)
 
 
+@pytest.mark.slow
 @with_experts
 def test_sleep_2_leaves_nothing_and_only_an_update_brings_the_engine_back(arena: Arena) -> None:
     """0 bytes of generation weights and caches, by the books and by what the process holds; then DIRTY."""

@@ -92,6 +92,7 @@ def test_misuse_is_refused_by_name(memory: DeviceMemory) -> None:
     assert memory.usage()[GRADIENTS] == 100
 
 
+@pytest.mark.slow
 def test_the_census_finds_what_the_books_do_not_know(memory: DeviceMemory) -> None:
     """Also gradients that no Python name holds; host buffers and named exceptions do not count."""
     gc.collect()

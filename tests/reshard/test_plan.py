@@ -124,6 +124,7 @@ def test_every_rank_ends_with_exactly_what_its_layout_wants(family, train, rollo
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_random_pairs_bucket_sizes_and_topologies_are_exact(data):

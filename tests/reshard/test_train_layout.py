@@ -80,6 +80,7 @@ PARALLEL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "parallel"), PARALLEL, ids=lambda v: str(v))
 def test_every_local_parameter_equals_the_one_that_mbridge_makes(family, parallel):
     config = FAMILIES[family]

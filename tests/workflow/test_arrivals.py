@@ -235,6 +235,7 @@ def test_law_holds_and_nothing_is_lost_over_a_slow_link(tmp_path, max_lag, updat
     assert all(row["weight_sync/fetch_s"] > 0 for row in metrics_of(tmp_path)[1:])
 
 
+@pytest.mark.slow
 def test_a_slow_link_adds_no_idle_time_to_rollout(tmp_path):
     """A fetch takes 120 ms, a generation batch 60. In turn a step would take 180 ms, most of it idle."""
     out = looped(tmp_path, WEIGHTS * 4 / 0.12, steps=10, max_lag=3, workflow={"keep_versions": 5})

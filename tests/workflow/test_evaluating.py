@@ -1,6 +1,7 @@
 """Evaluation: one version, every prompt once, beside training or between its steps."""
 
 import asyncio
+import dataclasses
 import json
 import math
 import time
@@ -11,6 +12,7 @@ import pytest
 from mindspeed_asyncflow.config.rules_evaluation import rules
 from mindspeed_asyncflow.data.prompts import Prompt
 from mindspeed_asyncflow.errors import WeightSyncError
+from mindspeed_asyncflow.records import VersionSpan
 from mindspeed_asyncflow.rewards.pool import Score
 from mindspeed_asyncflow.workflow.evaluating import chosen, runs_beside, source_names
 from mindspeed_asyncflow.workflow.verdict import Figures, Judged, judge, of_run
@@ -271,8 +273,10 @@ def test_prompts_are_taken_evenly_from_sources_that_may_have_fewer():
 def test_an_answer_of_another_version_ends_the_run(tmp_path):
     class Moved(Watched):
         def generate(self, requests, timeout_s):
-            self.stale_answers = 1 if requests[0].prompt_ids[0] >= FIRST and self.version == 2 else 0
-            yield from super().generate(requests, timeout_s)
+            for answer in super().generate(requests, timeout_s):
+                moved = requests[0].prompt_ids[0] >= FIRST and self.version == 2
+                spans = (VersionSpan(0, 0, 1), *answer.spans[1:]) if moved else answer.spans
+                yield dataclasses.replace(answer, spans=spans)
 
     with pytest.raises(WeightSyncError, match=r"held at version 2 .* answered with .0."):
         run_loops(

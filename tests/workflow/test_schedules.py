@@ -315,6 +315,7 @@ def test_nothing_that_the_loops_remember_grows_with_the_run(tmp_path):
     assert {name: n for name, n in many.items() if n > max(few[name], allowed)} == {}
 
 
+@pytest.mark.slow
 def test_a_replica_that_hangs_is_lost_after_its_deadline_and_its_process_is_ended(tmp_path):
     """Its worker would keep rollout.timeout_s itself, if it lived."""
     ended = []
