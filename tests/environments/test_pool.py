@@ -17,21 +17,26 @@ def ask(pool, text):
     return pool.ask([Turn(MODEL, text)], "t", {"prompt": "p"})
 
 
+def processes():
+    """Those of environments; other tests may have left children of their own."""
+    return {p.pid for p in psutil.Process().children() if "environments.worker" in " ".join(p.cmdline())}
+
+
 @pytest.mark.slow
 def test_failures_are_data_and_the_next_reply_comes_all_the_same():
     pool = EnvironmentPool(TurnsConfig(environment=NAUGHTY, timeout_s=0.5, workers=2))
     try:
-        before = {p.pid for p in psutil.Process().children()}
+        before = processes()
         asked = [ask(pool, text) for text in ("a", "raise", "number", "die", "hang", "b")]
         a, raised, number, died, hung, b = (future.result(20) for future in asked)
         assert (a, b) == (Reply("a t p"), Reply("b t p"))
         assert "ValueError: no" in raised.error and "with a int" in number.error
         assert "died" in died.error and "0.5 s (turns.timeout_s)" in hung.error
         assert pool.counts == {"replied": 2, "over": 0, "failed": 2, "timed_out": 1, "died": 1}
-        assert len(before & {p.pid for p in psutil.Process().children()}) <= 1, "the hanging process was not ended"
+        assert len(before & processes()) <= 1, "the hanging process was not ended"
     finally:
         pool.close()
-    assert not [p for p in psutil.Process().children() if "environments.worker" in " ".join(p.cmdline())]
+    assert not processes()
     with pytest.raises(RewardError, match="closed"):
         ask(pool, "a").result(0)
 

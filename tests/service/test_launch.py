@@ -152,7 +152,7 @@ def test_in_flight_updates_change_weights_inside_answers_and_keep_the_lag_law(tm
 def test_reference_engine_with_kl_agrees_with_the_trainer_at_any_temperature(tmp_path):
     """B22: policy, rollout and reference are equal at step 0 and sampled at 0.7, so KL and drift are rounding only."""
     settings = [*SMALL, "rollout.engine=reference", "rollout.temperature=0.7", "algorithm.kl_coef=0.01"]
-    settings += ["algorithm.proximal=current", "algorithm.tis_cap=2.0"]
+    settings += ["algorithm.proximal=current", "correction.weight=token", "correction.cap=2.0"]
     job = Job(tmp_path / "runs", DEFAULT, *settings)
     summary = finished(job)
     assert summary["samples_trained"] == 4 * 64
