@@ -25,8 +25,7 @@ TASKS = {
     ],
 }
 
-# As published, but for GSPO's bounds: its 3e-4 and 4e-4 belong to long answers of a large model, and ratios of four
-# digits at lag 1 lie far outside, so that nothing would be learnt.
+# As published, but for GSPO's bounds: its 3e-4 and 4e-4 belong to long answers of a large model.
 ALGORITHMS = {
     "GRPO": ["algorithm.clip_high=0.2", "algorithm.aggregation=seq-mean-token-mean"],
     "DAPO": ["algorithm.dynamic_sampling=true", "reward.overlong_buffer=1", "reward.overlong_factor=0.5"],
