@@ -106,13 +106,13 @@ def _scorers(config: Config) -> list[checks.Finding]:
     """Scorers, and the environment, are made once here: what is wrong with them shows before a process starts."""
     try:
         registry.check(registry.Spec.of(config.data, config.reward))
-    except RewardError as error:
+    except (RewardError, DataError) as error:
         return [checks.Finding("error", ("reward.scorers",), str(error))]
     if config.turns.environment is None:
         return []
     try:
         build_environment(config.turns.environment, dict(config.turns.options))
-    except RewardError as error:
+    except (RewardError, DataError) as error:
         return [checks.Finding("error", ("turns.environment",), str(error))]
     return []
 
