@@ -9,7 +9,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,30 +44,15 @@ class Architecture:
     warm_up: WarmUp = field(default_factory=WarmUp)
 
 
+_TINY = Architecture(hidden=128, intermediate=384, layers=3, heads=4, kv_heads=2, max_positions=1024)
 BUILTIN = {
-    "tiny_qwen2": Architecture(hidden=128, intermediate=384, layers=3, heads=4, kv_heads=2, max_positions=1024),
+    "tiny_qwen2": _TINY,
     # The same with a layer count that pipeline stages divide.
-    "tiny_qwen2_4l": Architecture(hidden=128, intermediate=384, layers=4, heads=4, kv_heads=2, max_positions=1024),
+    "tiny_qwen2_4l": replace(_TINY, layers=4),
     # The same for tasks with answers of up to 64 tokens or so: batches of like lengths, or padding takes minutes.
-    "tiny_qwen2_long": Architecture(
-        hidden=128,
-        intermediate=384,
-        layers=3,
-        heads=4,
-        kv_heads=2,
-        max_positions=1024,
-        warm_up=WarmUp(steps=300, batch=16, length_pool=8),
-    ),
+    "tiny_qwen2_long": replace(_TINY, warm_up=WarmUp(steps=300, batch=16, length_pool=8)),
     # The first one with an alphabet for sums; it needs more practice than sorting does.
-    "tiny_qwen2_sums": Architecture(
-        hidden=128,
-        intermediate=384,
-        layers=3,
-        heads=4,
-        kv_heads=2,
-        max_positions=1024,
-        warm_up=WarmUp(steps=300),
-    ),
+    "tiny_qwen2_sums": replace(_TINY, warm_up=WarmUp(steps=300)),
     "small_qwen2": Architecture(
         hidden=256,
         intermediate=768,

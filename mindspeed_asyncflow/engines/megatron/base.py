@@ -9,6 +9,7 @@ on how samples were cut into micro-batches, calls, data-parallel or context-para
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import io
@@ -38,7 +39,7 @@ from mindspeed_asyncflow.records import MicroBatch, OptimReport
 LossFn = Callable[[torch.Tensor, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
-class MegatronEngine:
+class MegatronEngine(abc.ABC):
     """One rank. All ranks construct it together; every method is collective.
 
     The last stage of its model gives float32 [K, N], K numbers for each trained position; `_token_loss` makes a loss
@@ -104,9 +105,9 @@ class MegatronEngine:
     def _loaded(self) -> None:
         """The weights of the model folder are in place, and neither gradients nor optimizer exist yet."""
 
+    @abc.abstractmethod
     def _token_loss(self, found: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(loss sum, metric parts) of [K, T] numbers, 0 where nothing is trained."""
-        raise NotImplementedError
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
