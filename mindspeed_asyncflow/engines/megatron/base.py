@@ -104,6 +104,7 @@ class MegatronEngine(abc.ABC):
 
     def _loaded(self) -> None:
         """The weights of the model folder are in place, and neither gradients nor optimizer exist yet."""
+        return None  # most models are complete as they were loaded
 
     @abc.abstractmethod
     def _token_loss(self, found: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
