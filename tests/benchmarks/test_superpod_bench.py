@@ -70,7 +70,7 @@ def test_devices_of_every_size_are_all_used(model, monkeypatch):
         config = bench.config_of(model, devices, 4)
         s, r = config.simulation, config.rollout
         used = config.trainer.world_size + r.replicas * r.tensor_parallel + s.references * s.reference_devices
-        assert used == config.hardware.devices == devices
+        assert used == config.cluster.devices == devices
         assert bench.named(config, "colocated").trainer.world_size == devices
 
 

@@ -7,11 +7,13 @@ import types
 import pytest
 
 from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.platforms import cpu_shims
 from mindspeed_asyncflow.platforms.cpu import CpuPlatform
 from mindspeed_asyncflow.platforms.cpu_shims import is_accelerator
 
 
 def test_late_preparation_is_refused(monkeypatch):
+    monkeypatch.setattr(cpu_shims, "_applied", False)  # whatever ran before in this process
     monkeypatch.setitem(sys.modules, "megatron.core", types.ModuleType("megatron.core"))
     with pytest.raises(PlatformError, match=r"before megatron\.core"):
         CpuPlatform().prepare_trainer(1)
