@@ -66,7 +66,7 @@ rollout: {{max_new_tokens: 4096}}
 algorithm: {{group_size: 16}}
 workflow: {{groups_per_step: {groups}, max_lag: 1}}
 workload: {{prompt_mean: 150, prompt_p95: 400, answer_mean: {answer}, answer_p95: {p95}}}
-hardware: {{devices: {devices}}}
+cluster: {{devices: {devices}}}
 """
 CASES = [  # model, devices, groups of a step, mean and 95 % quantile of answers
     ("qwen2.5-7b", 32, 64, 1500, 4000),
@@ -95,7 +95,7 @@ rollout: {{max_new_tokens: {mean * 4}}}
 algorithm: {{group_size: {draw([8, 16])}}}
 workflow: {{groups_per_step: {draw([8, 16])}, max_lag: {lag}, update: {draw(["delayed", "in_flight"])}}}
 workload: {{answer_mean: {mean}, answer_p95: {mean * draw([1.5, 2.5, 3.5])}, prompt_mean: 60, prompt_p95: 100}}
-hardware: {{devices: {draw([2, 3, 4])}, devices_per_node: {draw([2, 4])}, memory_gb: {draw([4, 6, 8])},
+cluster: {{devices: {draw([2, 3, 4])}, devices_per_node: {draw([2, 4])}, memory_gb: {draw([4, 6, 8])},
   tflops: {draw([5, 40, 300])}, memory_gbs: {draw([100, 1000])}, network_gbs: {draw([1, 10])}}}
 simulation: {{steps: {6 + 2 * lag}, seed: {seed}}}
 """
@@ -118,7 +118,7 @@ def optimum_kept(grids: int) -> dict[str, float]:
             return known[key]
 
         def planned(prune: bool, config: Config = config, once: Any = once) -> Plan:
-            devices = config.hardware.devices
+            devices = config.cluster.devices
             return search(config, work, lambda c: analytic_costs(c, work), once, devices=devices, prune=prune)
 
         try:

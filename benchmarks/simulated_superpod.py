@@ -51,7 +51,7 @@ OWN_SPLIT = " on its own split"  # suffix of schedules whose devices are shared 
 RESPLIT = ("delayed", "partial")
 # 512 devices, 8192 rows a step: how long the simulation itself takes.
 SUPERPOD = """
-hardware: {devices: 512}
+cluster: {devices: 512}
 workflow: {groups_per_step: 512, max_lag: 1}
 algorithm: {group_size: 16}
 rollout: {engine: simulated, replicas: 128, tensor_parallel: 2, max_running: 256, max_new_tokens: 4096}

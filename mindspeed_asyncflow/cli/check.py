@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from mindspeed_asyncflow.cli import preflight, settings
 from mindspeed_asyncflow.config import Config, dump_resolved, feasibility
 from mindspeed_asyncflow.config.checks import Finding
-from mindspeed_asyncflow.config.machine import MIB, Machine, probe
+from mindspeed_asyncflow.config.machine import MIB, Machine, assume, probe
 from mindspeed_asyncflow.config.model import ModelShape
 from mindspeed_asyncflow.config.parallel import TrainParallel
 from mindspeed_asyncflow.errors import ConfigError, DataError
@@ -18,18 +18,43 @@ from mindspeed_asyncflow.reshard.train_layout import train_layout
 NAME = "check"
 HELP = "show what a configuration means and whether it can run here; starts nothing"
 EXAMPLES = """  asyncflow check configs/qwen_tiny_cpu.yaml
-  asyncflow check configs/qwen_tiny_cpu.yaml --set trainer.tensor_parallel=2"""
+  asyncflow check configs/qwen_tiny_cpu.yaml --set trainer.tensor_parallel=2
+  asyncflow check configs/qwen_tiny_npu.yaml --platform npu --assume-devices 16"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     settings.add_arguments(parser)
+    parser.add_argument(
+        "--platform",
+        choices=("auto", "cpu", "npu"),
+        help="put over run.platform; on npu the Ascend software is looked at too",
+    )
+    parser.add_argument(
+        "--assume-devices",
+        metavar="N",
+        type=_devices,
+        help="check for a cluster of N NPUs as `cluster` describes it, in place of this machine: nothing of its "
+        "software, devices and files is looked at",
+    )
+
+
+def _devices(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of devices, 1 or more")
+    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.platform:
+        arguments.overrides = [*arguments.overrides, f"run.platform={arguments.platform}"]
     config = settings.load(arguments)
     machine = probe(config.run.folder)
+    if arguments.assume_devices:
+        if config.run.platform == "cpu":
+            raise ConfigError("--assume-devices: NPUs are assumed, and run.platform is cpu; add --platform npu")
+        machine = assume(arguments.assume_devices, config.cluster, machine)
     found = preflight.inspect(config, machine)
-    data = _data(config, found)
+    data = _data(config, machine, found)
     print("== settings")
     print(dump_resolved(config), end="")
     for title, lines in (("batch", _batch(config)), ("data", data), ("processes", _processes(config, machine))):
@@ -43,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, size in feasibility.memory_bytes(config, machine, model).items():
         print(f"{size / MIB:>10.0f}  {name}")
     print("== findings")
-    print("\n".join(map(str, found)) or "none: this configuration can run here")
+    print("\n".join(map(str, found)) or f"none: this configuration can run {'there' if machine.assumed else 'here'}")
     return 2 if any(finding.level == "error" for finding in found) else 0
 
 
@@ -58,11 +83,13 @@ def _batch(config: Config) -> Iterator[str]:
     yield f"{t.steps} steps take {t.steps * w.groups_per_step} prompts"
 
 
-def _data(config: Config, found: list[Finding]) -> list[str]:
+def _data(config: Config, machine: Machine, found: list[Finding]) -> list[str]:
     """The first prompts and what was left out; what the run would refuse joins `found`."""
     wrong = {key for finding in found if finding.level == "error" for key in finding.keys}
     if any(key.startswith(("data", "model.source")) for key in wrong):
         return ["see the findings"]
+    if machine.assumed and preflight.absent(config):
+        return ["known where the files are"]
     try:
         return preflight.sample(config)
     except DataError as error:
@@ -110,4 +137,5 @@ def _processes(config: Config, machine: Machine) -> Iterator[str]:
         yield f"lent: {lent} x {r.engine} on the trainer's {device}s, while it waits for its next batch"
     yield f"scorers: {config.reward.workers}"
     yield f"dock port: {config.dock.port or 'any free one'}; all other ports are taken free when bound"
-    yield f"this machine: {machine.cpus} CPUs, {machine.npus} NPUs, {machine.free_memory_bytes / MIB:.0f} MiB free"
+    where = f"{machine.nodes} assumed node{'s' * (machine.nodes > 1)}" if machine.assumed else "this machine"
+    yield f"{where}: {machine.cpus} CPUs, {machine.npus} NPUs, {machine.free_memory_bytes / MIB:.0f} MiB free"

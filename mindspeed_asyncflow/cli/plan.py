@@ -25,8 +25,8 @@ from mindspeed_asyncflow.planner.work import Work
 NAME = "plan"
 HELP = "find the best use of a cluster for a configuration; starts nothing"
 EXAMPLES = """  asyncflow plan configs/qwen_tiny_cpu.yaml --profile profile.json --out planned.yaml
-  asyncflow plan my.yaml --set hardware.preset=ascend_910c_die --devices 64 --max-lag 1 --out planned.yaml
-  asyncflow plan my.yaml --set hardware.preset=ascend_910b --json"""
+  asyncflow plan my.yaml --set cluster.preset=ascend_910c_die --devices 64 --max-lag 1 --out planned.yaml
+  asyncflow plan my.yaml --set cluster.preset=ascend_910b --json"""
 SAID_EVERY_S = 2.0
 MANY = 10_000  # samples of a step
 ROWS = 600_000  # that all simulations of a plan may have together: about half a minute
@@ -35,7 +35,7 @@ ROWS = 600_000  # that all simulations of a plan may have together: about half a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     settings.add_arguments(parser)
     parser.add_argument(
-        "--devices", metavar="N", type=int, help="devices in all (default: hardware.devices, or those of this machine)"
+        "--devices", metavar="N", type=int, help="devices in all (default: cluster.devices, or those of this machine)"
     )
     parser.add_argument("--max-lag", metavar="N", type=int, help="short for --set workflow.max_lag=N")
     parser.add_argument(
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.devices is not None:
-        arguments.overrides.append(f"hardware.devices={arguments.devices}")
+        arguments.overrides.append(f"cluster.devices={arguments.devices}")
     if arguments.max_lag is not None:
         arguments.overrides.append(f"workflow.max_lag={arguments.max_lag}")
     config = on_this_machine(settings.load(arguments), machine.probe())
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     work = model_work(config)
     plan, config = make_plan(config, work, profile, most=arguments.simulations, say=say)
-    devices = config.hardware.devices
+    devices = config.cluster.devices
     figures = ready.summary(plan, config, devices, usable_bytes(config))
     planned = ready.ready(plan.best, config)
     text = ready.yaml_text(planned, list(heading(figures)))
@@ -81,11 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def on_this_machine(config: Config, here: machine.Machine) -> Config:
     """A configuration that says nothing of its hardware is planned for what is here: NPUs, or the cores of a CPU."""
-    if config.hardware != Config().hardware:
+    if config.cluster != Config().cluster:
         return config
     if not on_npu(config, here):
-        return changed(config, "hardware", preset="cpu", devices=here.cpus)
-    return changed(config, "hardware", devices=here.npus) if here.npus else config
+        return changed(config, "cluster", preset="cpu", devices=here.cpus)
+    return changed(config, "cluster", devices=here.npus) if here.npus else config
 
 
 def model_work(config: Config) -> Work:
@@ -112,7 +112,7 @@ def make_plan(
 
     if profile is not None:
         config = with_lengths(config, profile)
-    devices = config.hardware.devices
+    devices = config.cluster.devices
 
     def costs_of(candidate: Config) -> Costs:
         return priced(candidate, work, reshard=gather_s)[1] if profile is None else profile.costs(candidate, work)
@@ -133,7 +133,7 @@ def steps_for(config: Config) -> tuple[int, int]:
     where each has many samples, which also vary less."""
     if config.samples_per_step > MANY:
         return 3 + config.workflow.max_lag, 1
-    return (4 if config.hardware.devices >= 256 else 8) + 2 * config.workflow.max_lag, 2
+    return (4 if config.cluster.devices >= 256 else 8) + 2 * config.workflow.max_lag, 2
 
 
 def with_lengths(config: Config, profile: Profile) -> Config:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +68,45 @@ def model_shape(config: Config) -> ModelShape | None:
 
 def inspect(config: Config, machine: Machine | None = None) -> list[checks.Finding]:
     """All findings about `config` on `machine` (default: this one), errors first."""
-    found = checks.check(config, machine or probe(config.run.folder), model_sizes(config))
+    machine = machine or probe(config.run.folder)
+    found = checks.check(config, machine, model_sizes(config))
+    if machine.assumed:
+        found = list(_elsewhere(config, found))
     said = {key for finding in found if finding.level == "error" for key in finding.keys}
-    found += [f for f in _task_and_model(config) if not said.intersection(f.keys)]
+    if not machine.assumed or not absent(config):
+        found += [f for f in _task_and_model(config) if not said.intersection(f.keys)]
     return sorted(found, key=lambda finding: finding.level != "error")
+
+
+def absent(config: Config) -> dict[str, str]:
+    """Key -> the file or folder that it names and that is not here, as far as every node of the run reads it."""
+    d = config.data
+    tasks = [("data.mix", s.task) for s in d.mix] or [("data.task", d.task)]
+    tasks += [("data.validation", s.task) for s in d.validation]
+    named = {key: task.removeprefix("file:") for key, task in tasks if task.startswith("file:")}
+    there = {key: bool(glob.glob(place, recursive=True)) for key, place in named.items()}
+    if d.chat_template is not None:
+        named["data.chat_template"] = d.chat_template
+        there["data.chat_template"] = Path(d.chat_template).is_file()
+    if not config.model.source.startswith(("builtin:", "package:")):
+        named["model.source"] = config.model.source
+        there["model.source"] = not _missing_files(Path(config.model.source))
+    return {key: place for key, place in named.items() if not there[key]}
+
+
+def _missing_files(folder: Path) -> list[str]:
+    """What a model folder lacks beside its config.json."""
+    return [name for name in ("tokenizer_config.json", "*.safetensors") if not any(folder.glob(name))]
+
+
+def _elsewhere(config: Config, found: list[checks.Finding]) -> Iterator[checks.Finding]:
+    """Findings for a cluster that is not here: what is wrong with a file here says nothing of the file there."""
+    gone = absent(config)
+    for finding in found:
+        if finding.keys[0] not in gone or finding.keys[0] == "model.source":
+            yield finding
+    for key, place in gone.items():
+        yield checks.Finding("warning", (key,), f"{place} is not complete here; every node of the run must see it")
 
 
 def _task_and_model(config: Config) -> list[checks.Finding]:
@@ -91,7 +128,7 @@ def _task_and_model(config: Config) -> list[checks.Finding]:
         return found
     folder = Path(config.model.source)
     if kind not in ("builtin", "package"):
-        missing = [f for f in ("tokenizer_config.json", "*.safetensors") if not any(folder.glob(f))]
+        missing = _missing_files(folder)
         if missing:
             message = f"{folder} lacks {' and '.join(missing)}"
             return [checks.Finding("error", ("model.source",), message)]

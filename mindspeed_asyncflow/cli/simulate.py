@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     if profile is not None:
         config = with_lengths(config, profile)
     folder = _folder(config, arguments.out)
-    print(f"== {LABEL}: {config.model.source} on {config.hardware.devices} devices", flush=True)
+    print(f"== {LABEL}: {config.model.source} on {config.cluster.devices} devices", flush=True)
     if arguments.compare:
         results = compare.schedules(config, work, names, _say, profile)
         print("\n".join(compare.table(results)))
@@ -108,7 +108,7 @@ def _single(config: Config, work: Work, folder: RunFolder, profile: Profile | No
     _write(folder, result.to_dict() | {"costs": costs.to_dict()})
     if config.observe.trace:
         path = trace.merge_traces(folder.trace)
-        title = f"{config.model.source}, {config.hardware.devices} devices, {result.label}"
+        title = f"{config.model.source}, {config.cluster.devices} devices, {result.label}"
         if gantt.draw(folder.trace, folder.path / "gantt.png", title):
             print(f"picture: {folder.path / 'gantt.png'}; trace for chrome://tracing: {path}")
         else:

@@ -14,6 +14,7 @@ from mindspeed_asyncflow.config import (
     rules_data,
     rules_evaluation,
     rules_turns,
+    rules_unused,
     schedules,
 )
 from mindspeed_asyncflow.config.machine import Machine
@@ -41,6 +42,7 @@ def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = No
     rules = (
         *(learning.rules, rules_critic.rules, _batches, rules_data.rules),
         *(_rollout, _trainer, schedules.rules, rules_turns.rules, rules_evaluation.rules),
+        rules_unused.rules,
     )
     found = [Finding(*f) for rule in rules for f in rule(config)]
     shape = None

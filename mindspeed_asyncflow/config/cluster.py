@@ -1,4 +1,4 @@
-"""Settings of `plan` and `simulate`: the cluster, the lengths of prompts and answers, the simulated run. A real run
+"""Settings of the cluster (`check`, `plan`, `simulate`), the lengths of prompts and answers, the simulated run. A real run
 reads none of them. Every number that a preset brings has its source beside it."""
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ PRESETS = {
 }
 
 
-class HardwareConfig(Section):
+class ClusterConfig(Section):
     preset: Literal["ascend_910b", "ascend_910c_die", "cpu"] = Field(
         "ascend_910c_die", description="Where every number below that is null comes from."
     )
-    devices: int = Field(16, ge=1, le=16384, description="Devices in all.")
+    devices: int = Field(16, ge=1, le=16384, description="Devices in all; `check` refuses a run that needs more.")
     devices_per_node: int | None = Field(None, ge=1, description="Devices of one node.")
     tflops: float | None = Field(None, gt=0, description="Dense bfloat16 peak of one device in 1e12 operations/s.")
     memory_gb: float | None = Field(None, gt=0, description="Memory of one device in 1e9 bytes.")

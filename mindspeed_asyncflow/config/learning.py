@@ -55,8 +55,6 @@ def _advantages(c: Config) -> Iterator[Raw]:
             f"{a.advantage} normalises over the whole batch, so a step begins when its last answer is scored; "
             "an advantage inside groups (grpo, rloo) trains the first answers while the last are generated",
         )
-    if a.gamma < 1 and a.advantage not in WITHOUT_GROUPS:
-        yield "warning", ("algorithm.gamma", "algorithm.advantage"), f"{a.advantage} has no use for it"
 
 
 def _losses(c: Config) -> Iterator[Raw]:
@@ -75,8 +73,6 @@ def _losses(c: Config) -> Iterator[Raw]:
             ("algorithm.clip_high", "algorithm.loss"),
             f"ratios of whole answers are close to 1: {a.clip_high} never clips; published are 3e-4 and 4e-4",
         )
-    if a.dual_clip is not None and a.loss != "ppo_clip":
-        yield "warning", ("algorithm.dual_clip", "algorithm.loss"), f"{a.loss} has no use for it"
     if a.aggregation == "seq-mean-token-sum-norm" and a.loss_horizon is None:
         yield (
             "error",
@@ -135,12 +131,4 @@ def _correction(c: Config) -> Iterator[Raw]:
             ("correction.reject_low", "correction.reject_high"),
             f"equal policies have the ratio 1, which [{k.reject_low:g}, {k.reject_high:g}] does not hold: every answer "
             "would be masked",
-        )
-    if a.proximal == "log_linear" and w.max_lag == 0:
-        yield "warning", ("algorithm.proximal", "workflow.max_lag"), "log_linear is current where no token is old"
-    if k.stale_power > 0 and w.max_lag == 0:
-        yield (
-            "warning",
-            ("correction.stale_power", "workflow.max_lag"),
-            "has no effect: no token is older than its step",
         )

@@ -1,9 +1,10 @@
-"""What this machine offers, read with the standard library only: no device library is loaded for a check."""
+"""What this machine offers, or an assumed cluster would; the standard library reads it, no device library is loaded."""
 
 from __future__ import annotations
 
 import glob
 import importlib.util
+import math
 import os
 import shutil
 import socket
@@ -11,22 +12,28 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_asyncflow.config.cluster import ClusterConfig
+
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One node. Ports and modules are asked when needed; tests replace the numbers."""
+    """What a run may use: this node, or an assumed cluster. Ports and modules are asked when needed."""
 
     cpus: int
     npus: int
-    memory_bytes: int  # in all
+    memory_bytes: int  # in all, over the nodes
     free_memory_bytes: int
     shm_bytes: int  # free in shared memory
     disk_bytes: int  # free where runs are written
+    nodes: int = 1
+    assumed: bool = False  # not here: ports count as free, modules as installed, files as being there
 
     def port_is_free(self, port: int) -> bool:
         """True where a server can listen on `port` now, on every address."""
+        if self.assumed:
+            return True
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -37,7 +44,7 @@ class Machine:
 
     def has_module(self, name: str) -> bool:
         """True where `import name` would find something; nothing is imported."""
-        return name in sys.modules or importlib.util.find_spec(name) is not None
+        return self.assumed or name in sys.modules or importlib.util.find_spec(name) is not None
 
 
 def probe(folder: str | Path = ".") -> Machine:
@@ -54,6 +61,26 @@ def probe(folder: str | Path = ".") -> Machine:
         free_memory_bytes=free,
         shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else 0,
         disk_bytes=shutil.disk_usage(place).free,
+    )
+
+
+def assume(devices: int, cluster: ClusterConfig, here: Machine) -> Machine:
+    """A cluster of `devices` NPUs in nodes as `cluster` describes them, each with the CPUs and disk of `here`.
+
+    Shared memory is half of the host memory, as Linux sizes it.
+    """
+    device = cluster.device
+    nodes = math.ceil(devices / device.devices_per_node)
+    memory = int(nodes * device.host_memory_gb * 1e9)
+    return Machine(
+        cpus=nodes * here.cpus,
+        npus=devices,
+        memory_bytes=memory,
+        free_memory_bytes=memory,
+        shm_bytes=memory // 2,
+        disk_bytes=here.disk_bytes,
+        nodes=nodes,
+        assumed=True,
     )
 
 

@@ -14,13 +14,6 @@ Raw = tuple[Literal["error", "warning"], tuple[str, ...], str]
 def rules(c: Config) -> Iterator[Raw]:
     k, t, w = c.critic, c.trainer, c.workflow
     if not c.algorithm.with_critic:
-        changed = [key for key, value in k.model_dump().items() if value != type(k).model_fields[key].default]
-        if changed:
-            yield (
-                "warning",
-                (f"critic.{changed[0]}", "algorithm.advantage"),
-                f"{c.algorithm.advantage} has no critic: only gae has",
-            )
         return
     for key, used in (("lend", w.lend), ("schedule", w.schedule == "colocated")):
         if used:

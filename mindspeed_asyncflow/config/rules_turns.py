@@ -12,8 +12,6 @@ Raw = tuple[Literal["error", "warning"], tuple[str, ...], str]
 
 def rules(c: Config) -> Iterator[Raw]:
     if c.turns.environment is None:
-        if c.turns.options:
-            yield "warning", ("turns.options", "turns.environment"), "without an environment its options do nothing"
         return
     w = c.workflow
     interrupting = {"partial_rounds": w.partial_rounds, "lend": w.lend, "repack_below": w.repack_below}

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from mindspeed_asyncflow.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig
-from mindspeed_asyncflow.config.cluster import HardwareConfig, SimulationConfig, WorkloadConfig
+from mindspeed_asyncflow.config.cluster import ClusterConfig, SimulationConfig, WorkloadConfig
 from mindspeed_asyncflow.config.intake import DataConfig, EvaluationConfig, RewardConfig, TurnsConfig
 from mindspeed_asyncflow.config.section import Section
 
@@ -190,7 +190,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     dock: DockConfig = DockConfig()
     observe: ObserveConfig = ObserveConfig()
-    hardware: HardwareConfig = HardwareConfig()
+    cluster: ClusterConfig = ClusterConfig()
     workload: WorkloadConfig = WorkloadConfig()
     simulation: SimulationConfig = SimulationConfig()
 

@@ -66,7 +66,8 @@ class Files:
         found: list[Problem] = []
         unusable: list[str] = []
         places: dict[str, str] = {}
-        self.notes, more = [], False
+        self.notes, more, last = [], False, ""
+        absent = set(self._listed() or ())
         for where, row in self._rows():
             if len(found) == size:
                 more = True
@@ -81,9 +82,14 @@ class Files:
                 raise DataError(f"{where}: id {problem.id!r} stands at {places[problem.id]} already")
             places[problem.id] = where
             found.append(problem)
+            last = ", ".join(sorted(row))
+            absent -= {name for name in absent if _look_up(row, name) is not None or name in row}
         if not found:
             said = f"no usable row; {unusable[0]}" if unusable else "holds no rows"
             raise DataError(f"data.task {self.name}: {said}")
+        if absent:
+            names = ", ".join(sorted(absent))
+            raise DataError(f"data.task {self.name}: data.columns.fields lists {names}, which no row has; the last has {last}")
         if unusable:
             rest = f" and {len(unusable) - _NAMED} more" if len(unusable) > _NAMED else ""
             count = f"{len(unusable)} unusable row{'s' * (len(unusable) > 1)} left out"
@@ -119,13 +125,16 @@ class Files:
             raise Unusable(f"{name} is null" if here else f"no {name} among its columns {', '.join(sorted(row))}")
         return value
 
-    def _others(self, where: str, row: dict[str, Any]) -> dict[str, Any]:
+    def _listed(self) -> list[str] | None:
+        """Columns that `columns` wants along; None: all others."""
         wanted = self.columns.get("fields")
-        if wanted is None:
+        return None if wanted is None else [name.strip() for name in wanted.split(",") if name.strip()]
+
+    def _others(self, where: str, row: dict[str, Any]) -> dict[str, Any]:
+        names = self._listed()
+        if names is None:
             used = {self.columns[what] for what in ("prompt", "answer", "id", "system")}
             names = [name for name in row if name not in used]
-        else:
-            names = [name.strip() for name in wanted.split(",") if name.strip()]
         found = {}
         for name in names:
             try:

@@ -45,9 +45,17 @@ def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
+def _names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)!r} stands twice in one object")
+    return found
+
+
 def _object(text: str, where: str) -> Row:
     try:
-        row = json.loads(text, parse_constant=_no_number)
+        row = json.loads(text, parse_constant=_no_number, object_pairs_hook=_names)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
     except (ValueError, RecursionError) as error:
@@ -67,7 +75,7 @@ def _json(file: Path) -> Iterator[Row]:
     if not text.strip():
         return
     try:
-        whole = json.loads(text, parse_constant=_no_number)
+        whole = json.loads(text, parse_constant=_no_number, object_pairs_hook=_names)
     except RecursionError as error:
         raise DataError(f"{file}: not JSON ({error})") from error
     except json.JSONDecodeError as error:

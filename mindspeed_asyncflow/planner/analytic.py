@@ -1,4 +1,4 @@
-"""Costs from sizes and peaks: what a configuration would take on the hardware of its `hardware` section. Pure.
+"""Costs from sizes and peaks: what a configuration would take on the hardware of its `cluster` section. Pure.
 
     training    3 x 2 x weights operations per token (4 x with recomputation: one more forward pass), attention by
                 squared lengths, over TP x CP x PP devices; all-reduces of TP, all-to-all of CP and EP on top; a
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mindspeed_asyncflow.config.cluster import Device, HardwareConfig
+from mindspeed_asyncflow.config.cluster import ClusterConfig, Device
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.planner.costs import Costs
 from mindspeed_asyncflow.planner.work import Work
@@ -39,14 +39,14 @@ class Speeds:
     per_node: int
 
     @classmethod
-    def of(cls, hardware: HardwareConfig, width: int) -> Speeds:
-        device: Device = hardware.device
+    def of(cls, cluster: ClusterConfig, width: int) -> Speeds:
+        device: Device = cluster.device
         # float32 products run at half the rate of 2-byte ones; the peak of a CPU preset is that of float32.
-        peak = device.tflops * 1e12 * (0.5 if width == 4 and hardware.preset != "cpu" else 1.0)
-        link = hardware.link_efficiency * 1e9
+        peak = device.tflops * 1e12 * (0.5 if width == 4 and cluster.preset != "cpu" else 1.0)
+        link = cluster.link_efficiency * 1e9
         return cls(
-            compute=peak * hardware.compute_efficiency,
-            memory=device.memory_gbs * 1e9 * hardware.memory_efficiency,
+            compute=peak * cluster.compute_efficiency,
+            memory=device.memory_gbs * 1e9 * cluster.memory_efficiency,
             host=device.host_gbs * link,
             node=device.node_gbs * link,
             network=device.network_gbs * link,
@@ -60,8 +60,8 @@ class Speeds:
 
 def analytic_costs(config: Config, work: Work, reshard_s: float = 0.0) -> Costs:
     """`reshard_s`: of the in-place plan from the trainer's layout to rollout's, for the colocated schedule."""
-    hardware, width = config.hardware, WIDTH[config.model.dtype]
-    speeds = Speeds.of(hardware, width)
+    cluster, width = config.cluster, WIDTH[config.model.dtype]
+    speeds = Speeds.of(cluster, width)
     parts = _rollout(config, work, speeds, width) | _train(config, work, speeds, width)
     parts |= _transfers(config, work, speeds, width, reshard_s)
     if config.algorithm.kl_coef > 0:  # one frozen copy on one device
@@ -80,7 +80,7 @@ def _rollout(config: Config, work: Work, speeds: Speeds, width: int) -> dict[str
     return {
         "prefill_token_s": 2 * work.active / (tensor * speeds.compute) + sent,
         "prefill_square_s": work.square_operations / (tensor * speeds.compute),
-        "decode_call_s": config.hardware.decode_overhead_s + collectives * LATENCY_S,
+        "decode_call_s": config.cluster.decode_overhead_s + collectives * LATENCY_S,
         "decode_weights_s": work.dense * width / (tensor * speeds.memory),
         "decode_experts_s": work.experts * width / (tensor * speeds.memory),
         "expert_share": work.expert_share,
@@ -118,7 +118,7 @@ def _train(config: Config, work: Work, speeds: Speeds, width: int) -> dict[str, 
     return {
         "train_token_s": passes * 2 * work.active / split + moved,
         "train_square_s": passes * work.square_operations / split,
-        "train_micro_s": read + layers * passes * config.hardware.layer_overhead_s,
+        "train_micro_s": read + layers * passes * config.cluster.layer_overhead_s,
         "bubble": (t.pipeline_parallel - 1) / virtual,
         "optimizer_s": _optimizer_s(config, work, speeds, width),
     }

@@ -54,7 +54,7 @@ def with_references(config: Config, work: Work, devices: int) -> list[Config]:
     size = 1
     while work.parameters * memory.WIDTH[config.model.dtype] / size > memory.usable_bytes(config) and size < devices:
         size *= 2
-    per_node = config.hardware.device.devices_per_node
+    per_node = config.cluster.device.devices_per_node
     ways = set()
     for part in (devices, 16, 8, 4):
         count = max(size, devices // part)
@@ -68,7 +68,7 @@ class Candidates:
 
     def __init__(self, config: Config, work: Work, workload: Workload, devices: int) -> None:
         self.config, self.work, self.workload, self.devices = config, work, workload, devices
-        self.per_node = config.hardware.device.devices_per_node
+        self.per_node = config.cluster.device.devices_per_node
         self.rejected: Counter[str] = Counter()
         self.usable = memory.usable_bytes(config)
 

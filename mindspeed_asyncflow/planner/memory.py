@@ -18,8 +18,8 @@ MIB = 1 << 20
 
 def usable_bytes(config: Config) -> float:
     """What a device has for us."""
-    hardware = config.hardware
-    return hardware.device.memory_gb * 1e9 * (1 - hardware.memory_reserve)
+    cluster = config.cluster
+    return cluster.device.memory_gb * 1e9 * (1 - cluster.memory_reserve)
 
 
 def trainer_bytes(config: Config, work: Work) -> dict[str, float]:

@@ -35,7 +35,7 @@ def ready(ranked: Ranked, given: Config) -> Config:
         config = changed(config, "rollout", engine="vllm")
     workers = config.reward.workers
     wanted = ranked.costs.score_row_s * workers * workload.samples / (SCORING_SHARE * ranked.step_s)
-    if config.hardware.preset != "cpu":  # there cores are what the plan has dealt out
+    if config.cluster.preset != "cpu":  # there cores are what the plan has dealt out
         config = changed(config, "reward", workers=max(workers, min(64, math.ceil(wanted))))
     return config
 
@@ -113,7 +113,7 @@ def summary(plan: Plan, config: Config, devices: int, usable_bytes: float) -> di
         }
 
     return {
-        "label": "simulated, not run on NPUs" if config.hardware.preset != "cpu" else "simulated",
+        "label": "simulated, not run on NPUs" if config.cluster.preset != "cpu" else "simulated",
         "devices": devices,
         "devices_used": plan.best.devices,
         "usable_gb": usable_bytes / 1e9,

@@ -167,7 +167,7 @@ def _pairs(found: Candidates, costs_of: CostsOf, workload: Workload, accept: Cal
 def _nothing_fits(found: Candidates, rejected: Counter[str]) -> NoReturn:
     reasons = ", ".join(f"{count} by {reason}" for reason, count in rejected.most_common())
     raise ConfigError(
-        f"nothing fits {found.devices} devices of hardware.preset={found.config.hardware.preset} "
+        f"nothing fits {found.devices} devices of cluster.preset={found.config.cluster.preset} "
         f"({found.usable / 1e9:.1f} GB usable each): {reasons or 'no candidate'}; give more devices, or less to do "
         "(data.max_prompt_tokens, rollout.max_new_tokens)"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import math
@@ -216,7 +217,9 @@ def cases_of(program: str, truth: str) -> list[Case]:
 
 def _python(text: Any) -> str:
     try:
-        compile(str(text), "<truth>", "exec")
-    except SyntaxError as error:
+        tree = ast.parse(str(text), "<truth>")
+    except (SyntaxError, ValueError) as error:
         raise ValueError(f"the truth is no Python: {error}") from error
+    if not any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for node in ast.walk(tree)):
+        raise ValueError(f"the truth tests nothing: it has no assert, raise or call: {str(text)[:80]!r}")
     return str(text)

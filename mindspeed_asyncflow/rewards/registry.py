@@ -6,7 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from mindspeed_asyncflow.data.tasks import Task, build_task, named_tasks
 from mindspeed_asyncflow.errors import RewardError
@@ -129,8 +129,24 @@ def build_scorer(name: str, options: Mapping[str, Any], timeout_s: float) -> Sco
         raise RewardError(f"reward.scorers {name} with options {dict(options)}: {error}") from error
 
 
+def _check_kinds(name: str, options: Mapping[str, Any]) -> None:
+    """Raises `RewardError` for an option whose value is not of the kind that the scorer declares."""
+    from pydantic import TypeAdapter, ValidationError  # scorer processes, which are told what is right, do without
+
+    kinds = get_type_hints(SCORERS[name].__init__)
+    for option, value in options.items():
+        try:
+            TypeAdapter(kinds.get(option, Any)).validate_python(value, strict=True)
+        except ValidationError as error:
+            wrong = error.errors()[0]["msg"].lower()
+            raise RewardError(f"reward.scorers {name}, option {option} = {value!r}: {wrong}") from error
+
+
 def check(spec: Spec) -> None:
     """Raises `RewardError` for scorers that cannot be made, or cannot work on this machine."""
+    for name, _, options in spec.scorers:
+        if name in SCORERS:
+            _check_kinds(name, options)
     for part in build(spec).parts:
         if isinstance(part.scorer, Code):
             part.scorer.check()

@@ -60,9 +60,9 @@ def on_devices(config: Config, devices: int) -> Config:
     if str(devices) not in sizes:
         raise ConfigError(
             f"simulation.sizes has nothing for {devices} devices; there are {', '.join(sizes) or 'none'} "
-            "(or set hardware.devices and all that depends on it)"
+            "(or set cluster.devices and all that depends on it)"
         )
-    config = put(config, "hardware.devices", devices)
+    config = put(config, "cluster.devices", devices)
     for key, value in sizes[str(devices)].items():
         config = put(config, key, value)
     return config

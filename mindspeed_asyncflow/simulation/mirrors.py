@@ -23,7 +23,7 @@ class Mirrors:
     def __init__(self, config: Config, fetch_s: float, fetch: Fetch, there: Iterable[int]) -> None:
         self._fetch = fetch
         self._node: dict[int, int] = {}  # of replicas that need a mirror
-        per_node, ranks = config.hardware.device.devices_per_node, config.trainer.world_size
+        per_node, ranks = config.cluster.device.devices_per_node, config.trainer.world_size
         for index in range(own_replicas(config) if fetch_s > 0 else 0):
             node = (ranks + index * config.rollout.tensor_parallel) // per_node
             if node > (ranks - 1) // per_node:

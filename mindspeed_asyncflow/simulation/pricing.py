@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-from mindspeed_asyncflow.config.cluster import HardwareConfig
+from mindspeed_asyncflow.config.cluster import ClusterConfig
 from mindspeed_asyncflow.config.model import ModelShape
 from mindspeed_asyncflow.config.parallel import RolloutParallel, TrainParallel
 from mindspeed_asyncflow.config.schema import Config
@@ -54,7 +54,7 @@ def gather_s(config: Config, work: Work) -> float:
     copy = t.tensor_parallel * t.pipeline_parallel
     shard = work.parameters * width / config.rollout.tensor_parallel
     missing = shard * (1 - 1 / max(1, copy // config.rollout.tensor_parallel))
-    return missing / Speeds.of(config.hardware, width).link(copy)
+    return missing / Speeds.of(config.cluster, width).link(copy)
 
 
 def reshard_s(config: Config, work: Work) -> float:
@@ -66,14 +66,14 @@ def reshard_s(config: Config, work: Work) -> float:
     if train.world_size % tensor:  # a replica is larger than one copy of the model
         return gather_s(config, work)
     rollout = RolloutParallel(tensor=tensor, replicas=train.world_size // tensor)
-    return _planned_s(work.shape, train, rollout, config.hardware, WIDTH[config.model.dtype])
+    return _planned_s(work.shape, train, rollout, config.cluster, WIDTH[config.model.dtype])
 
 
 @cache
 def _planned_s(
-    shape: ModelShape, train: TrainParallel, rollout: RolloutParallel, hardware: HardwareConfig, width: int
+    shape: ModelShape, train: TrainParallel, rollout: RolloutParallel, cluster: ClusterConfig, width: int
 ) -> float:
-    speeds = Speeds.of(hardware, width)
+    speeds = Speeds.of(cluster, width)
     links = LinkSpeeds(
         speeds.node, speeds.network, speeds.network, speeds.memory / 2, MESSAGE_S
     )  # copies read and write

@@ -203,7 +203,7 @@ class Simulation:
 
     def result(self, real_s: float) -> SimulationResult:
         config, marks = self.config, self.marks
-        devices, window = config.hardware.devices, self.run.window
+        devices, window = config.cluster.devices, self.run.window
         first, last, skipped = marks.window(config.simulation.skip_steps)
         wall = max(last.at_s - first.at_s, 1e-12)
         rate = (last.tokens - first.tokens) / wall

@@ -63,11 +63,11 @@ def named(config: Config, name: str) -> Config:
 
 def _on_all_devices(config: Config) -> Settings:
     """Trainer and replicas each take all devices, in turn; other parallel sizes stay."""
-    t, devices = config.trainer, config.hardware.devices
+    t, devices = config.trainer, config.cluster.devices
     model = t.tensor_parallel * t.pipeline_parallel * t.context_parallel
     for what, size in (("trainer's TP x PP x CP", model), ("rollout.tensor_parallel", config.rollout.tensor_parallel)):
         if devices % size:
-            raise ConfigError(f"colocated: hardware.devices {devices} is no multiple of the {what} {size}")
+            raise ConfigError(f"colocated: cluster.devices {devices} is no multiple of the {what} {size}")
     return {
         "trainer": {"data_parallel": devices // model},
         "rollout": {"replicas": devices // config.rollout.tensor_parallel},
@@ -112,7 +112,7 @@ def _random_config(rng: np.random.Generator, seed: int) -> Config:
     if lag == 0:  # what needs a lag is off, or nearly every draw would be refused
         workflow |= {"take": "issued", "stale": "drop", "partial_rounds": None, "lanes": 1, "repack_below": 0}
     return Config.model_validate({
-        "hardware": {"devices": 8, "devices_per_node": _one(rng, 1, 2, 4)},
+        "cluster": {"devices": 8, "devices_per_node": _one(rng, 1, 2, 4)},
         "algorithm": {
             "group_size": group_size, "dynamic_sampling": bool(rng.random() < 0.3),
             "kl_coef": _one(rng, 0.0, 0.0, 0.01),

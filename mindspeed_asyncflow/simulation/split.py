@@ -45,7 +45,7 @@ def best_split(config: Config, work: Work, tries: int) -> tuple[Config, Simulati
 def expected_best(config: Config, work: Work) -> Config:
     """All devices of a separated configuration, shared so that the expected step is shortest."""
     model, each = model_devices(config), reference_devices(config)
-    workload, devices = Workload.of(config), config.hardware.devices
+    workload, devices = Workload.of(config), config.cluster.devices
     grain = max(1, devices // GRAIN)
     found: list[tuple[float, int, Config]] = []
     for data in range(1, devices // model + 1, max(1, grain // model)):
@@ -63,10 +63,10 @@ def rebalanced(config: Config, idle: Mapping[str, float]) -> Config:
     busy = {side: count * (1 - idle.get(side, 0.0)) for side, count in shares(config).items()}
     model, each = model_devices(config), reference_devices(config)
     if idle.get("trainer", 0.0) < NEVER_IDLE:  # replicas may look busy with less than they could do
-        grown = 1 + max(model, MORE * config.hardware.devices) / config.trainer.world_size
+        grown = 1 + max(model, MORE * config.cluster.devices) / config.trainer.world_size
         data, references = round(config.trainer.data_parallel * grown), round(config.simulation.references * grown)
         return _with(config, data, references) or config
-    scale = config.hardware.devices / sum(busy.values())
+    scale = config.cluster.devices / sum(busy.values())
     data = max(1, round(busy["trainer"] * scale / model))
     references = max(1, round(busy["reference"] * scale / each)) if each else 1
     return _with(config, data, references) or config
@@ -95,7 +95,7 @@ def reference_devices(config: Config) -> int:
 
 def _with(config: Config, data: int, references: int) -> Config | None:
     """All other devices to rollout; None where those are no whole replicas."""
-    left = config.hardware.devices - data * model_devices(config) - references * reference_devices(config)
+    left = config.cluster.devices - data * model_devices(config) - references * reference_devices(config)
     replicas, rest = divmod(left, config.rollout.tensor_parallel)
     if replicas < 1 or rest:
         return None

@@ -164,7 +164,8 @@ class StepRecorder:
         self._step_rewards += rewards.tolist()
         for group in np.unique(claim.group_ids):
             of_group = rewards[claim.group_ids == group]
-            self._zero_std.append(bool(of_group.max() == of_group.min()))
+            alone = self.config.algorithm.group_size == 1  # has nothing to differ from
+            self._zero_std.append(not alone and bool(of_group.max() == of_group.min()))
         oldest = {row: version for r in reports for row, version in r.oldest_trained.items()}
         newest = dict(zip(claim.rows.tolist(), claim.version_max.tolist()))
         self._lag_oldest += [step - version for version in oldest.values()]

@@ -5,6 +5,7 @@ import pytest
 from mindspeed_asyncflow import cli
 from mindspeed_asyncflow.cli import preflight
 from mindspeed_asyncflow.config import parse_config
+from mindspeed_asyncflow.config.machine import Machine, assume
 from mindspeed_asyncflow.data.char_tokenizer import make_char_tokenizer
 from mindspeed_asyncflow.errors import DataError
 
@@ -68,3 +69,53 @@ def test_a_model_without_the_characters_of_a_task_is_refused_with_one_that_has_t
     assert str(finding).endswith("builtin:tiny_qwen2 has no '-', which minus writes; take builtin:tiny_qwen2_sums")
     sums = parse_config("", ["data.task=python:a:B", "model.source=builtin:tiny_qwen2_sums"])
     assert preflight._task_and_model(sums) == []
+
+
+NPU = "configs/qwen_tiny_npu.yaml"
+
+
+def test_assumed_devices_are_checked_without_any_and_at_most_so_many_may_be_wanted(capsys):
+    assert cli.main(["check", NPU, "--platform", "npu", "--assume-devices", "16"]) == 0
+    out = capsys.readouterr().out
+    assert "1 assumed node" in out and "none: this configuration can run there" in out
+    assert cli.main(["check", NPU, "--platform", "npu", "--assume-devices", "1"]) == 2
+    assert "2 NPUs wanted (1 trainer ranks + 1 rollout replicas x 1), 1 available" in capsys.readouterr().out
+
+
+def test_the_platform_of_the_command_line_is_put_over_the_file(capsys):
+    assert cli.main(["check", "configs/qwen_tiny_cpu.yaml", "--platform", "npu", "--assume-devices", "2"]) == 0
+    assert "platform: npu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("devices", ["0", "-1", "many", "1.5", "\u0661"])
+def test_a_number_of_devices_that_is_none_is_refused(devices, capsys):
+    assert cli.main(["check", NPU, "--assume-devices", devices]) == 2
+    assert "expected a number of devices" in capsys.readouterr().err
+
+
+def test_devices_cannot_be_assumed_for_a_run_on_cpus(capsys):
+    assert cli.main(["check", "configs/qwen_tiny_cpu.yaml", "--assume-devices", "2"]) == 2
+    assert "add --platform npu" in capsys.readouterr().err
+
+
+def test_files_of_an_assumed_cluster_are_warned_of_and_refused_on_this_machine(tmp_path):
+    sizes = preflight.SMOLLM2 | {"model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    config = parse_config("", [f"model.source={tmp_path}", "data.task=file:none/*.jsonl", "run.platform=npu"])
+    here = Machine(2, 2, 24 << 30, 24 << 30, 12 << 30, 50 << 30)
+    there = {f.keys[0]: f for f in preflight.inspect(config, assume(2, config.cluster, here))}
+    assert {key: there[key].level for key in ("data.task", "model.source")} == {
+        "data.task": "warning",
+        "model.source": "warning",
+    }
+    assert "none/*.jsonl is not complete here; every node" in str(there["data.task"])
+    assert "data.task" in {f.keys[0] for f in preflight.inspect(config, here) if f.level == "error"}
+
+
+def test_an_assumed_cluster_has_the_nodes_and_host_memory_of_its_preset():
+    here = Machine(4, 0, 1, 1, 1, 50)
+    cluster = parse_config("", ["cluster.preset=ascend_910b"]).cluster
+    assumed = assume(20, cluster, here)
+    assert (assumed.npus, assumed.nodes, assumed.cpus) == (20, 3, 12)
+    assert assumed.memory_bytes == 3 * 1536 * 10**9
+    assert assumed.port_is_free(1) and assumed.has_module("no_such_module_here")

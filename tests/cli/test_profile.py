@@ -15,7 +15,7 @@ from mindspeed_asyncflow.planner.profile import Profile
 
 ROOT = Path(__file__).parents[2]
 QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-SMALL = ["workflow.groups_per_step=8", "rollout.engine=reference", "hardware.preset=cpu", "evaluation.prompts=0"]
+SMALL = ["workflow.groups_per_step=8", "rollout.engine=reference", "cluster.preset=cpu", "evaluation.prompts=0"]
 
 
 def test_slowdown_is_measured_over_fitted_time_and_never_a_speedup():

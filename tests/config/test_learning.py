@@ -65,7 +65,6 @@ def test_mathematics_that_works_has_no_error(sections):
         ({"algorithm": {"loss": "reinforce"}}, "algorithm.loss"),
         ({"algorithm": {"advantage": "reinforce_pp_baseline"}}, "algorithm.advantage"),
         ({"algorithm": {"aggregation": "token-sum"}}, "algorithm.aggregation"),
-        ({"correction": {"stale_power": 1.0}, "workflow": {"max_lag": 0}}, "correction.stale_power"),
     ],
 )
 def test_settings_that_surprise_are_warned_of(sections, key):

@@ -21,7 +21,6 @@ GAE = {"advantage": "gae"}
         ({"algorithm": GAE, "workflow": {"schedule": "colocated"}}, "error", "workflow.schedule"),
         ({"algorithm": GAE, "critic": {"warmup_steps": 60}}, "error", "critic.warmup_steps"),
         ({"algorithm": GAE, "critic": {"lr_warmup_steps": 60}}, "warning", "critic.lr_warmup_steps"),
-        ({"critic": {"value_clip": None}}, "warning", "critic.value_clip"),
     ],
 )
 def test_a_critic_and_what_it_does_not_go_with(sections, level, key):

@@ -23,8 +23,7 @@ def test_what_interrupts_answers_is_refused(key, value):
     assert not found(None, workflow={key: value})
 
 
-def test_settings_that_do_nothing_or_cannot_hold_are_named():
-    assert found(None, turns={"options": {"wrong": "0"}})[0][1] == ("turns.options", "turns.environment")
+def test_settings_that_cannot_hold_are_named():
     assert found(turns={"max_turns": 1})[0][1][0] == "turns.max_turns"
     ((level, _, text),) = found(turns={"max_turns": 5, "timeout_s": 30.0}, rollout={"timeout_s": 100.0})
     assert level == "warning" and "4 replies of 30 s each" in text

@@ -107,8 +107,11 @@ def test_the_fields_that_come_along_can_be_chosen_and_are_bounded(tmp_path):
     row = {"prompt": "p", "answer": "a", "picture": "x" * FIELDS_LIMIT, "meta": {"level": 2}}
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*picture alone has .*data\.columns\.fields"):
         task_of(tmp_path, lines(row)).problems(ALL, 0)
-    chosen = task_of(tmp_path, lines(row), fields="meta.level, missing").problems(ALL, 0)[0]
-    assert chosen.fields == {"meta.level": 2, "missing": None}
+    other = {"prompt": "q", "answer": "b", "hint": None}
+    chosen = task_of(tmp_path, lines(row, other), fields="meta.level, hint").problems(ALL, 0)
+    assert [p.fields for p in chosen] == [{"meta.level": 2, "hint": None}, {"meta.level": None, "hint": None}]
+    with pytest.raises(DataError, match=r"data\.columns\.fields lists hint, which no row has; the last has answer, meta"):
+        task_of(tmp_path, lines(row), fields="meta.level, hint").problems(ALL, 0)
     assert task_of(tmp_path, lines(row), fields="").problems(ALL, 0)[0].fields == {}
 
 
@@ -161,6 +164,8 @@ def test_an_id_that_stands_twice_is_refused_with_both_places(tmp_path, second):
         ("rows.json", b'[{"prompt": "x",\n"answer": }]', r"rows\.json:2: not JSON"),
         ("rows.json", b'[{"prompt": "x", "answer": "y"}, 3]', r"rows\.json, row 2: a row must be an object"),
         ("rows.json", b'{"prompt": ["x"], "answer": []}', "differ in length"),
+        ("rows.jsonl", b'{"prompt": "x", "answer": "y", "answer": "z"}', "rows.jsonl:1: .*'answer' stands twice"),
+        ("rows.json", b'[{"prompt": "x", "answer": {"a": 1, "a": 1}}]', "'a' stands twice in one object"),
         ("rows.json", b"3", "must be a list of rows"),
         ("rows.csv", b"prompt,answer\nx,y\nx\n", r"rows\.csv:3: 1 cells for the 2 columns"),
         ("rows.csv", b"prompt,prompt\nx,y\n", r"rows\.csv:1: a column name stands twice"),

@@ -74,7 +74,7 @@ model: {dtype: bfloat16}
 data: {max_prompt_tokens: 512}
 rollout: {max_new_tokens: 4096}
 workload: {prompt_mean: 200, prompt_p95: 400, answer_mean: 1000, answer_p95: 2500}
-hardware: {devices: 16}
+cluster: {devices: 16}
 """
     return parse_config(text, overrides)
 

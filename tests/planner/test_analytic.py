@@ -8,7 +8,7 @@ from mindspeed_asyncflow.planner.analytic import analytic_costs, calibrated, sta
 from mindspeed_asyncflow.planner.costs import Costs
 from tests.planner.models import DEEPSEEK, MOE, PLAIN, QWEN_7B, configuration, work
 
-IDEAL = ["hardware.compute_efficiency=1", "hardware.memory_efficiency=1", "hardware.link_efficiency=1"]
+IDEAL = ["cluster.compute_efficiency=1", "cluster.memory_efficiency=1", "cluster.link_efficiency=1"]
 
 
 def costs(*overrides: str, model=QWEN_7B, **more):
@@ -38,7 +38,7 @@ def test_tensor_parallelism_divides_work_and_costs_communication():
 
 def test_communication_across_nodes_is_slower():
     inside = costs("trainer.tensor_parallel=4")
-    across = costs("trainer.tensor_parallel=4", "hardware.devices_per_node=2")
+    across = costs("trainer.tensor_parallel=4", "cluster.devices_per_node=2")
     assert across.train_token_s > 1.5 * inside.train_token_s
 
 

@@ -14,7 +14,7 @@ from tests.planner.models import MOE, QWEN_7B, SMALL, configuration, work
 
 
 def found(model, devices: int, *overrides: str) -> Candidates:
-    config = configuration(f"hardware.devices={devices}", *overrides)
+    config = configuration(f"cluster.devices={devices}", *overrides)
     return Candidates(config, work(model), Workload.of(config), devices)
 
 
@@ -41,13 +41,13 @@ def test_every_way_of_the_trainer_is_legal_and_fits(model):
 
 
 def test_what_does_not_fit_is_counted_by_reason():
-    candidates = found(QWEN_7B, 2, "hardware.memory_gb=30")
+    candidates = found(QWEN_7B, 2, "cluster.memory_gb=30")
     assert not list(candidates.trainers())
     assert candidates.rejected["memory"] > 0 and candidates.rejected["devices"] > 0
 
 
 def test_replicas_use_what_the_trainer_leaves_and_lie_in_one_node():
-    candidates = found(SMALL, 16, "hardware.devices_per_node=4", "workflow.groups_per_step=64")
+    candidates = found(SMALL, 16, "cluster.devices_per_node=4", "workflow.groups_per_step=64")
     replicas = {s.config.rollout.tensor_parallel: s.config.rollout.replicas for s in candidates.rollouts(6)}
     assert replicas == {1: 10, 2: 5, 4: 2}  # devices 6 and 7 are too few for a replica of 4
     for side in candidates.rollouts(6):
@@ -64,7 +64,7 @@ def test_replicas_that_no_group_is_left_for_are_not_started():
 
 def test_the_cache_takes_what_weights_leave_and_limits_the_answers():
     wide = found(QWEN_7B, 16, "workflow.groups_per_step=64", "algorithm.group_size=16")
-    narrow = found(QWEN_7B, 16, "workflow.groups_per_step=64", "algorithm.group_size=16", "hardware.memory_gb=20")
+    narrow = found(QWEN_7B, 16, "workflow.groups_per_step=64", "algorithm.group_size=16", "cluster.memory_gb=20")
     by_size = [{s.config.rollout.tensor_parallel: s.config.rollout for s in c.rollouts(8)} for c in (wide, narrow)]
     assert by_size[0][1].max_running == 128  # a step's share of 8 replicas
     assert by_size[1][1].max_running < 128
@@ -73,7 +73,7 @@ def test_the_cache_takes_what_weights_leave_and_limits_the_answers():
 
 
 def test_a_model_that_does_not_fit_one_device_gets_larger_replicas():
-    candidates = found(QWEN_7B, 16, "hardware.memory_gb=12")
+    candidates = found(QWEN_7B, 16, "cluster.memory_gb=12")
     assert {s.config.rollout.tensor_parallel for s in candidates.rollouts(8)} == {2, 4}
     assert candidates.rejected == Counter(memory=1, divisibility=2)  # 8 and 16 do not divide 28 heads
 

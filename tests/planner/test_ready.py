@@ -18,7 +18,7 @@ MANY = Machine(
 
 @pytest.fixture(scope="module")
 def planned():
-    config = configuration("hardware.devices=16", "workflow.groups_per_step=32", "workflow.max_lag=3")
+    config = configuration("cluster.devices=16", "workflow.groups_per_step=32", "workflow.max_lag=3")
     found = plan(config, QWEN_7B, most=12)
     return config, found, ready.ready(found.best, config)
 

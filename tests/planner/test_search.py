@@ -32,11 +32,11 @@ def expected(config: Config, costs: Costs) -> Told:
 
 def plan(config: Config, model=SMALL, simulator=expected, **how) -> Plan:
     found = work(model)
-    return search(config, found, lambda c: analytic_costs(c, found), simulator, devices=config.hardware.devices, **how)
+    return search(config, found, lambda c: analytic_costs(c, found), simulator, devices=config.cluster.devices, **how)
 
 
 def test_bounds_leave_out_candidates_but_never_the_best():
-    config = configuration("hardware.devices=3", "workflow.groups_per_step=64", "algorithm.group_size=16")
+    config = configuration("cluster.devices=3", "workflow.groups_per_step=64", "algorithm.group_size=16")
     whole, pruned = plan(config, prune=False), plan(config)
     assert pruned.best.step_s == whole.best.step_s
     assert pruned.simulated < whole.simulated
@@ -45,7 +45,7 @@ def test_bounds_leave_out_candidates_but_never_the_best():
 
 
 def test_few_runs_are_spent_on_many_splits_and_the_rest_is_counted():
-    config = configuration("hardware.devices=16", "workflow.groups_per_step=32")
+    config = configuration("cluster.devices=16", "workflow.groups_per_step=32")
     found = plan(config, QWEN_7B, most=6)
     assert found.simulated == 6
     assert found.rejected["not simulated"] > 0
@@ -54,7 +54,7 @@ def test_few_runs_are_spent_on_many_splits_and_the_rest_is_counted():
 
 
 def test_others_are_slower_and_the_best_of_other_splits_come_first():
-    config = configuration("hardware.devices=16", "workflow.groups_per_step=32")
+    config = configuration("cluster.devices=16", "workflow.groups_per_step=32")
     found = plan(config, QWEN_7B, most=20)
     assert all(other.step_s >= found.best.step_s * 0.99 for other in found.others)
     first = [other.split for other in found.others[:3]]
@@ -64,14 +64,14 @@ def test_others_are_slower_and_the_best_of_other_splits_come_first():
 def test_faster_training_moves_devices_to_rollout():
     sizes = []
     for tflops in (50, 2000):
-        config = configuration("hardware.devices=16", "workflow.groups_per_step=64", f"hardware.tflops={tflops}")
+        config = configuration("cluster.devices=16", "workflow.groups_per_step=64", f"cluster.tflops={tflops}")
         sizes.append(plan(config, QWEN_7B, most=40).best.config.trainer.world_size)
     assert sizes[1] < sizes[0]
 
 
 def test_nothing_that_fits_is_an_error_with_reasons():
     with pytest.raises(ConfigError, match=r"nothing fits 2 devices .* by memory"):
-        plan(configuration("hardware.devices=2", "hardware.memory_gb=8"), QWEN_7B)
+        plan(configuration("cluster.devices=2", "cluster.memory_gb=8"), QWEN_7B)
 
 
 def small_grid(seed: int) -> Config:
@@ -86,7 +86,7 @@ rollout: {{max_new_tokens: {mean * 4}}}
 algorithm: {{group_size: {draw([4, 8])}}}
 workflow: {{groups_per_step: {draw([4, 8])}, max_lag: {lag}, update: {draw(["delayed", "in_flight"])}}}
 workload: {{answer_mean: {mean}, answer_p95: {mean * draw([1.5, 2.5, 3.5])}, prompt_mean: 60, prompt_p95: 100}}
-hardware: {{devices: {draw([2, 3, 4])}, devices_per_node: {draw([2, 4])}, memory_gb: {draw([4, 6, 8])},
+cluster: {{devices: {draw([2, 3, 4])}, devices_per_node: {draw([2, 4])}, memory_gb: {draw([4, 6, 8])},
   tflops: {draw([5, 40, 300])}, memory_gbs: {draw([100, 1000])}, network_gbs: {draw([1, 10])}}}
 simulation: {{steps: {6 + 2 * lag}, seed: {seed}}}
 """

@@ -106,6 +106,8 @@ def test_a_cut_off_answer_without_a_whole_block_has_no_program():
         ('{"a": 1}', "inputs and outputs"),
         ('{"inputs": [1], "outputs": []}', "one length"),
         ("it returns the sum", "no Python"),
+        ("x = 3", "tests nothing"),
+        ('{"asserts": ["assert f(1) == 2", "f"]}', "tests nothing"),
         ('{"asserts": ["assert f(1"]}', "no Python"),
         ('{"fn_name": "f", "inputs": [3], "outputs": [4]}', "lists of arguments"),
         ('{"inputs": [["4"]], "outputs": [["8"]]}', "must be texts"),

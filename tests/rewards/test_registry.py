@@ -7,7 +7,7 @@ from mindspeed_asyncflow.errors import RewardError
 from mindspeed_asyncflow.rewards.base import Answer
 from mindspeed_asyncflow.rewards.combined import Combined, Part, Result
 from mindspeed_asyncflow.rewards.pool import Score, ScorerPool
-from mindspeed_asyncflow.rewards.registry import SCORERS, Spec, build, build_scorer
+from mindspeed_asyncflow.rewards.registry import SCORERS, Spec, build, build_scorer, check
 
 HERE = "tests.rewards.user_scorers"
 
@@ -107,6 +107,28 @@ def test_a_scorer_that_cannot_be_built_is_refused_with_its_name(name, options, s
         build_scorer(name, options, 5.0)
     if ":" in name:
         assert "def score(answer: str, truth: str)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "option"),
+    [
+        ("exact", {"ignore_case": "no"}, "ignore_case"),
+        ("number", {"relative": 1}, "relative"),
+        ("number", {"tolerance": "0.1"}, "tolerance"),
+        ("length", {"limit": 10.5}, "limit"),
+        ("code", {"memory_mb": True}, "memory_mb"),
+        ("format", {"tags": "think"}, "tags"),
+        ("http", {"urls": "http://x/", "batch": None}, "batch"),
+    ],
+)
+def test_an_option_of_another_kind_than_its_scorer_takes_is_refused_with_its_name(name, options, option):
+    with pytest.raises(RewardError, match=f"{name}, option {option} = "):
+        check(Spec([("sort4", {})], [(name, 1.0, options)]))
+
+
+def test_options_of_the_kinds_that_scorers_declare_are_taken():
+    scorers = [("number", 1.0, {"tolerance": 1}), ("format", 1.0, {"tags": ["a", "b"]}), ("length", -1.0, {"limit": 5})]
+    check(Spec([("sort4", {})], scorers))
 
 
 def test_a_users_function_gets_what_it_names_and_its_options():

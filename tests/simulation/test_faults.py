@@ -7,7 +7,7 @@ from mindspeed_asyncflow.simulation.faults import Fault, parse
 from mindspeed_asyncflow.simulation.run import simulate
 
 BASE = """
-hardware: {devices_per_node: 1}
+cluster: {devices_per_node: 1}
 algorithm: {group_size: 2}
 rollout: {engine: simulated, replicas: 2, max_running: 16, max_new_tokens: 100}
 data: {max_prompt_tokens: 28}

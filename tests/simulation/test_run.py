@@ -77,7 +77,7 @@ def test_lag_is_bounded_and_tight():
 def test_an_update_costs_the_replica_its_load_whatever_the_transfer_takes(transfer_s):
     # Training is the shorter stage, so that the version is there before the replica needs it.
     more = {"load_s": 0.02, "publish_s": transfer_s / 2, "fetch_s": transfer_s / 2}
-    result = run(0.05, ["workflow.max_lag=1", "hardware.devices_per_node=1"], **more)
+    result = run(0.05, ["workflow.max_lag=1", "cluster.devices_per_node=1"], **more)
     assert result.step_s == pytest.approx(GENERATE_S + 0.02, rel=1e-3)
     assert result.rollout_exposed_share == pytest.approx(0.02 / 1.02, rel=1e-2)
     assert result.idle["rollout"] == pytest.approx(0.0, abs=1e-3)
@@ -117,7 +117,7 @@ def test_throughput_counts_prompts_and_answers_of_trained_samples():
 
 @pytest.mark.slow
 def test_every_named_schedule_runs_on_the_same_workload():
-    config = parse_config(BASE, ["workflow.groups_per_step=8", "hardware.devices=4", "rollout.replicas=2"])
+    config = parse_config(BASE, ["workflow.groups_per_step=8", "cluster.devices=4", "rollout.replicas=2"])
     trained = {
         name: simulate(named(config, name), costs(load_s=0.05, give_s=0.1, take_s=0.1)).trained for name in NAMED
     }

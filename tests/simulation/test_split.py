@@ -9,7 +9,7 @@ from mindspeed_asyncflow.simulation.split import best_split, expected_best, reba
 
 PLACED = """
 model: {source: configs/simulate/models/qwen2.5-7b, dtype: bfloat16}
-hardware: {devices: 32}
+cluster: {devices: 32}
 algorithm: {group_size: 4, kl_coef: 0.001}
 data: {max_prompt_tokens: 512}
 workload: {prompt_mean: 110, prompt_p95: 250, answer_mean: 850, answer_p95: 1700}
@@ -54,6 +54,6 @@ def test_a_trainer_that_never_waits_gets_one_replica_more(config):
 
 
 def test_a_cluster_without_room_for_all_sides_is_refused(config):
-    small = config.model_copy(update={"hardware": config.hardware.model_copy(update={"devices": 5})})
+    small = config.model_copy(update={"cluster": config.cluster.model_copy(update={"devices": 5})})
     with pytest.raises(ConfigError, match="no split of 5 devices has room"):
         expected_best(small, model_work(config))
