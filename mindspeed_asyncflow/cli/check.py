@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     machine = probe(config.run.folder)
     if arguments.assume_devices:
         if config.run.platform == "cpu":
-            raise ConfigError("--assume-devices: NPUs are assumed, and run.platform is cpu; add --platform npu")
+            raise ConfigError("--assume-devices: NPUs are assumed, and run.platform is cpu; take --platform npu")
         machine = assume(arguments.assume_devices, config.cluster, machine)
     found = preflight.inspect(config, machine)
     data = _data(config, machine, found)

@@ -94,8 +94,8 @@ def test_a_number_of_devices_that_is_none_is_refused(devices, capsys):
 
 
 def test_devices_cannot_be_assumed_for_a_run_on_cpus(capsys):
-    assert cli.main(["check", "configs/qwen_tiny_cpu.yaml", "--assume-devices", "2"]) == 2
-    assert "add --platform npu" in capsys.readouterr().err
+    assert cli.main(["check", "configs/qwen_tiny_cpu.yaml", "--platform", "cpu", "--assume-devices", "2"]) == 2
+    assert "take --platform npu" in capsys.readouterr().err
 
 
 def test_files_of_an_assumed_cluster_are_warned_of_and_refused_on_this_machine(tmp_path):
