@@ -89,7 +89,9 @@ class Files:
             raise DataError(f"data.task {self.name}: {said}")
         if absent:
             names = ", ".join(sorted(absent))
-            raise DataError(f"data.task {self.name}: data.columns.fields lists {names}, which no row has; the last has {last}")
+            raise DataError(
+                f"data.task {self.name}: data.columns.fields lists {names}, which no row has; the last has {last}"
+            )
         if unusable:
             rest = f" and {len(unusable) - _NAMED} more" if len(unusable) > _NAMED else ""
             count = f"{len(unusable)} unusable row{'s' * (len(unusable) > 1)} left out"

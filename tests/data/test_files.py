@@ -110,7 +110,9 @@ def test_the_fields_that_come_along_can_be_chosen_and_are_bounded(tmp_path):
     other = {"prompt": "q", "answer": "b", "hint": None}
     chosen = task_of(tmp_path, lines(row, other), fields="meta.level, hint").problems(ALL, 0)
     assert [p.fields for p in chosen] == [{"meta.level": 2, "hint": None}, {"meta.level": None, "hint": None}]
-    with pytest.raises(DataError, match=r"data\.columns\.fields lists hint, which no row has; the last has answer, meta"):
+    with pytest.raises(
+        DataError, match=r"data\.columns\.fields lists hint, which no row has; the last has answer, meta"
+    ):
         task_of(tmp_path, lines(row), fields="meta.level, hint").problems(ALL, 0)
     assert task_of(tmp_path, lines(row), fields="").problems(ALL, 0)[0].fields == {}
 

@@ -70,7 +70,10 @@ def test_memory_is_bounded_and_ordinary_programs_work():
     assert score("try:\n    bytearray(1 << 40)\nexcept MemoryError:\n    good = True", "assert good") == 1.0
     modules = "math, collections, heapq, itertools, re, json, random, functools, bisect, decimal, fractions, typing"
     assert (
-        score(f"import {modules}\nimport threading\nt = threading.Thread(target=print)\nt.start()\nt.join()", "1")
+        score(
+            f"import {modules}\nimport threading\nt = threading.Thread(target=print)\nt.start()\nt.join()",
+            "assert True",
+        )
         == 1.0
     )
 
