@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +15,11 @@ import ray
 from mindspeed_asyncflow.config.feasibility import needed_replicas, own_replicas
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.platforms.topology import Node, cluster_nodes, declared_hosts
 from mindspeed_asyncflow.service.cleanup import scratch_prefix
+from mindspeed_asyncflow.service.surroundings import OBJECT_STORE_BYTES, worker_environment, worth_telling
 
 DEVICE = "NPU"  # Ray's resource name; on the CPU platform the same name is declared by us
-OBJECT_STORE_BYTES = 128 << 20  # only small reports travel through Ray
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +56,9 @@ def check_feasible(wanted: Sequence[Demand], available: Mapping[str, float]) -> 
     raise PlatformError(f"the run wants {total} {DEVICE}s, the cluster has {have}; lower these settings:{rows}")
 
 
-_OF_EVERY_WORKER = re.compile(r"^:(job_id|actor_name|task_name):|:\d+: \w*Warning: |^\s*warnings\.warn\($")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def worth_telling(text: str) -> list[str]:
-    """Lines of a worker's stderr, plain, without those that every worker writes."""
-    lines = [_COLOUR.sub("", line).rstrip() for line in text.splitlines()]
-    return [line for line in lines if line and not _OF_EVERY_WORKER.search(line)]
+def nodes() -> list[Node]:
+    """Nodes of the cluster that this process is connected to, in the order in which processes fill them."""
+    return cluster_nodes(ray.nodes(), DEVICE, declared_hosts(os.environ))
 
 
 class Cluster:
@@ -84,18 +78,7 @@ class Cluster:
 
     def start(self) -> None:
         """Environment of all workers first: they inherit it from here."""
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        os.environ["RAY_DEDUP_LOGS"] = "0"
-        if not (sys.stdout.isatty() and sys.stderr.isatty()):
-            os.environ["RAY_COLOR_PREFIX"] = "0"  # no colour codes in files
-        os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-        root = str(Path(__file__).resolve().parents[2])
-        paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-        if root not in paths:
-            os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
+        os.environ.update(worker_environment(os.environ))
         if self.folder is None:
             ray.init(log_to_driver=False, logging_level=logging.WARNING)
         else:

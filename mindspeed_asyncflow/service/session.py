@@ -29,7 +29,9 @@ from mindspeed_asyncflow.observe.writers import EvaluationsWriter
 from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.actors import BESIDE, Part, Remote
+from mindspeed_asyncflow.service.assignment import assign, rank_topology
 from mindspeed_asyncflow.service.mirrors import Mirrors
+from mindspeed_asyncflow.service.placement import nodes
 from mindspeed_asyncflow.service.relays import plan_relays
 from mindspeed_asyncflow.service.replicas import Replicas
 from mindspeed_asyncflow.service.workers import Workers
@@ -83,6 +85,7 @@ class Session(Workers):
     async def start(self, say: Callable[[str], None]) -> None:
         """Start every worker; an error names the ones that did not come up."""
         config, secret = self.config, secrets.token_bytes(16)
+        self.home = assign(config, nodes())
         say("starting dock")
         threads = config.workflow.lanes + CALLS_BESIDE_ANSWERS
         pairs = [self.spawn(f"dock{i}") for i in range(config.dock.pairs)]
@@ -139,7 +142,8 @@ class Session(Workers):
             master = await self.rendezvous(ranks[0])
             await self.in_time({r.name: r.build(wiring.OneProcess, spec, i) for i, r in enumerate(ranks)})
             await self._put_to_rest()
-            await self.in_time({r.name: r.add_trainer(master) for r in ranks})
+            topology = rank_topology(nodes(), [self.places[r.name].node for r in ranks])
+            await self.in_time({r.name: r.add_trainer(master, topology) for r in ranks})
             return
         self.trainers = list(ranks)
         first = own_replicas(self.config)

@@ -22,6 +22,7 @@ from mindspeed_asyncflow.observe.trace import Tracer, configure
 from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.platforms.ports import HeldPort, hold_port
 from mindspeed_asyncflow.records import SamplingSpec
+from mindspeed_asyncflow.reshard.topology import Topology
 from mindspeed_asyncflow.service.relays import RelayOfRank
 from mindspeed_asyncflow.workflow.conversing import Conversation
 from mindspeed_asyncflow.workflow.critic_worker import CriticWorker
@@ -324,8 +325,8 @@ class OneProcess:
         self.rollout = FilledRolloutWorker(self.served, **_rollout_arguments(spec, name, tracer))
         self.trainer: TrainWorker | None = None
 
-    def add_trainer(self, master: tuple[str, int]) -> None:
-        """Collective."""
+    def add_trainer(self, master: tuple[str, int], topology: Topology) -> None:
+        """Collective. `topology`: of all ranks."""
         from mindspeed_asyncflow.platforms.memory import HostPool
         from mindspeed_asyncflow.reshard.in_place import InPlace
         from mindspeed_asyncflow.reshard.rollout_layout import rollout_layout
@@ -342,6 +343,7 @@ class OneProcess:
             memory=self.memory,
             pool=HostPool(self.memory.platform),
             bucket_bytes=IN_PLACE_BUCKET_BYTES,
+            topology=topology,
             timeout_s=config.workflow.watchdog_s,
         )
         device = FilledDevice(in_place, self.memory)

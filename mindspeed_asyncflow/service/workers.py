@@ -28,7 +28,7 @@ class Workers:
         self.config, self.folder = config, folder
         self.workers: list[Remote] = []
         self.places: dict[str, Place] = {}
-        self.home: dict[str, str] = {}  # Ray's id of the node where a process must run, by its name; others run anywhere
+        self.home: dict[str, str] = {}  # Ray's id of the node where a process must run, by its name
 
     def spawn(self, name: str, devices: int = 0, **options: Any) -> Remote:
         options.setdefault("node", self.home.get(name, ""))
