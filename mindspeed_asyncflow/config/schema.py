@@ -10,6 +10,7 @@ from pydantic import Field
 from mindspeed_asyncflow.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig
 from mindspeed_asyncflow.config.cluster import ClusterConfig, SimulationConfig, WorkloadConfig
 from mindspeed_asyncflow.config.intake import DataConfig, EvaluationConfig, RewardConfig, TurnsConfig
+from mindspeed_asyncflow.config.placement import PlacementConfig
 from mindspeed_asyncflow.config.section import Section
 
 
@@ -188,6 +189,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     workflow: WorkflowConfig = WorkflowConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    placement: PlacementConfig = PlacementConfig()
     dock: DockConfig = DockConfig()
     observe: ObserveConfig = ObserveConfig()
     cluster: ClusterConfig = ClusterConfig()
