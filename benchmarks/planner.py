@@ -60,7 +60,7 @@ RUNS: dict[str, list[tuple[str, list[str], int]]] = {
 }
 QUICK = {"configs/qwen_tiny_cpu.yaml": RUNS["configs/qwen_tiny_cpu.yaml"][:3]}
 CLUSTER = """
-model: {{source: configs/simulate/models/{model}, dtype: bfloat16}}
+model: {{source: configs/models/{model}, dtype: bfloat16}}
 data: {{max_prompt_tokens: 1024}}
 rollout: {{max_new_tokens: 4096}}
 algorithm: {{group_size: 16}}

@@ -8,7 +8,7 @@ from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.simulation.split import best_split, expected_best, rebalanced, shares
 
 PLACED = """
-model: {source: configs/simulate/models/qwen2.5-7b, dtype: bfloat16}
+model: {source: configs/models/qwen2.5-7b, dtype: bfloat16}
 cluster: {devices: 32}
 algorithm: {group_size: 4, kl_coef: 0.001}
 data: {max_prompt_tokens: 512}
@@ -22,7 +22,7 @@ simulation: {steps: 4, references: 4}
 
 @pytest.fixture
 def config(repository):
-    return parse_config(PLACED, [f"model.source={repository}/configs/simulate/models/qwen2.5-7b"])
+    return parse_config(PLACED, [f"model.source={repository}/configs/models/qwen2.5-7b"])
 
 
 @pytest.fixture
