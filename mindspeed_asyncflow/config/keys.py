@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_origin
@@ -97,12 +97,28 @@ def sections() -> dict[str, type[Section]]:
 
 def describe_keys() -> list[KeyDoc]:
     """Every setting with type, default and description, in the order of the schema."""
-    docs = []
-    for section, cls in sections().items():
-        for name, field in cls.model_fields.items():
-            default = field.get_default(call_default_factory=True)
-            docs.append(KeyDoc(f"{section}.{name}", _type_name(field.annotation), default, field.description or ""))
-    return docs
+    return [doc for section, cls in sections().items() for doc in _describe(section, cls)]
+
+
+def _describe(path: str, section: type[Section]) -> Iterator[KeyDoc]:
+    for name, field in section.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        if isinstance(default, Section):
+            yield from _describe(f"{path}.{name}", type(default))
+        else:
+            yield KeyDoc(f"{path}.{name}", _type_name(field.annotation), default, field.description or "")
+
+
+def innermost(parts: Sequence[str]) -> tuple[int, type[Section]]:
+    """How many of `parts`, from the first on, name sections inside each other, and the class of the last of these."""
+    section: type[Section] = Config
+    for depth, part in enumerate(parts):
+        field = section.model_fields.get(part)
+        inner = field.get_default(call_default_factory=True) if field else None
+        if not isinstance(inner, Section):
+            return depth, section
+        section = type(inner)
+    return len(parts), section
 
 
 @cache
@@ -112,9 +128,9 @@ def all_paths() -> tuple[str, ...]:
 
 def is_open_mapping(path: str) -> bool:
     """True where a setting is itself a mapping with free keys (`data.options`)."""
-    section, _, name = path.partition(".")
-    cls = sections().get(section)
-    field = cls.model_fields.get(name) if cls else None
+    parts = path.split(".")
+    depth, section = innermost(parts)
+    field = section.model_fields.get(parts[depth]) if 0 < depth == len(parts) - 1 else None
     return field is not None and any(get_origin(a) is dict for a in (field.annotation, *get_args(field.annotation)))
 
 

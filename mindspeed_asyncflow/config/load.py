@@ -90,8 +90,9 @@ def _explain(error: pydantic.ValidationError, origins: dict[str, str]) -> list[s
     said: dict[str, str] = {}
     for item in error.errors(include_url=False):
         loc = [str(part) for part in item["loc"]]
-        # Deeper parts than section.key are list positions and union branches; below an open mapping the key counts.
-        path = ".".join(loc[: 3 if keys.is_open_mapping(".".join(loc[:2])) else 2])
+        # Parts behind the key are list positions and union branches; below an open mapping the key counts.
+        length = keys.innermost(loc)[0] + 1
+        path = ".".join(loc[: length + keys.is_open_mapping(".".join(loc[:length]))])
         origin = next((origins[p] for p in (path, loc[0] if loc else "") if p in origins), "")
         prefix = f"{origin}: " if origin else ""
         inside = len(loc) > 2 and loc[2].isdigit()  # one of a list of sections
@@ -119,9 +120,10 @@ def _unknown(path: str, value: Any) -> str:
     near = keys.nearest(path, is_section)
     if near:
         return f"{path} is not a setting; did you mean {near}?"
-    section = path.partition(".")[0]
-    if "." in path and section in keys.sections():
-        return f"{path} is not a setting; {section} has {', '.join(keys.sections()[section].model_fields)}"
+    parts = path.split(".")
+    depth, section = keys.innermost(parts)
+    if depth:
+        return f"{path} is not a setting; {'.'.join(parts[:depth])} has {', '.join(section.model_fields)}"
     return f"{path} is not a setting; the sections are {', '.join(keys.sections())}"
 
 
@@ -153,12 +155,19 @@ def _absolute_task(task: str) -> str:
 def dump_resolved(config: Config) -> str:
     """The whole configuration as YAML with each key's description; `load_config` reads it back to an equal Config."""
     described = {doc.path: doc.description for doc in keys.describe_keys()}
-    out = []
-    for section, values in config.model_dump(mode="json").items():
-        out.append(f"{section}:")
+    out: list[str] = []
+
+    def write(values: dict[str, Any], path: str) -> None:
+        indent = "  " * path.count(".")
         for name, value in values.items():
-            line = f"  {name}: {_inline(value)}"
-            out.append(f"{line:<44}  # {described[f'{section}.{name}']}")
+            line = f"{indent}{name}: {_inline(value)}"
+            if path + name in described:
+                out.append(f"{line:<44}  # {described[path + name]}")
+            else:
+                out.append(f"{indent}{name}:")
+                write(value, f"{path}{name}.")
+
+    write(config.model_dump(mode="json"), "")
     return "\n".join(out) + "\n"
 
 

@@ -14,6 +14,7 @@ Raw = tuple[Literal["error", "warning"], tuple[str, ...], str]
 def rules(c: Config) -> Iterator[Raw]:
     yield from _mathematics(c)
     yield from _intake(c)
+    yield from _ascend(c)
 
 
 def _changed(prefix: str, section: Section, names: tuple[str, ...], why: tuple[str, str]) -> Iterator[Raw]:
@@ -71,3 +72,11 @@ def _intake(c: Config) -> Iterator[Raw]:
                 (f"data.validation[{place}].weight", "evaluation.prompts"),
                 "has no use: evaluation takes the sources as they are; data.validation[...].size says how many",
             )
+
+
+def _ascend(c: Config) -> Iterator[Raw]:
+    names = tuple(type(c.rollout.ascend).model_fields)
+    if c.rollout.engine != "vllm":
+        yield from _changed("rollout.ascend", c.rollout.ascend, names, ("rollout.engine", f"it is {c.rollout.engine}"))
+    elif c.run.platform == "cpu":
+        yield from _changed("rollout.ascend", c.rollout.ascend, names, ("run.platform", "platform is cpu"))

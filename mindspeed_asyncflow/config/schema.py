@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from mindspeed_asyncflow.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig
+from mindspeed_asyncflow.config.ascend_rollout import AscendRolloutConfig
 from mindspeed_asyncflow.config.cluster import ClusterConfig, SimulationConfig, WorkloadConfig
 from mindspeed_asyncflow.config.intake import DataConfig, EvaluationConfig, RewardConfig, TurnsConfig
 from mindspeed_asyncflow.config.placement import PlacementConfig
@@ -88,6 +89,7 @@ class RolloutConfig(Section):
     kv_cache_mb: int = Field(64, ge=1, description="Key/value cache of one replica in MiB.")
     timeout_s: float = Field(120.0, gt=0, description="Deadline of one generation batch.")
     threads: int = Field(1, ge=1, description="CPU threads of each replica.")
+    ascend: AscendRolloutConfig = AscendRolloutConfig()
 
 
 class WorkflowConfig(Section):

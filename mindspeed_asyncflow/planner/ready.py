@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,25 +43,26 @@ def ready(ranked: Ranked, given: Config) -> Config:
 
 def reference(config: Config, key: str) -> Any:
     """Value of a dotted key."""
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
+    return operator.attrgetter(key)(config)
 
 
 def yaml_text(config: Config, head: Sequence[str]) -> str:
     """`config` as YAML, only what differs from the defaults, each key with its meaning; `head` as comments on top."""
     lines = [f"# {line}".rstrip() for line in head]
-    section = ""
+    opened: list[str] = []
     for doc in keys.describe_keys():
         value = reference(config, doc.path)
         if value == doc.default:
             continue
-        here, name = doc.path.split(".")
-        if here != section:
-            section = here
-            lines.append(f"{section}:")
-        plain = config.model_dump(mode="json")[here][name]
-        inline = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True).strip()
-        text = f"  {name}: {inline.removesuffix('...').strip()}"
+        *here, name = doc.path.split(".")
+        plain = config.model_dump(mode="json")
+        for depth, section in enumerate(here):
+            if opened[: depth + 1] != here[: depth + 1]:
+                lines.append(f"{'  ' * depth}{section}:")
+            plain = plain[section]
+        opened = here
+        inline = yaml.safe_dump(plain[name], default_flow_style=True, width=10**6, allow_unicode=True).strip()
+        text = f"{'  ' * len(here)}{name}: {inline.removesuffix('...').strip()}"
         lines.append(f"{text:<36}  # {doc.description}")
     return "\n".join(lines) + "\n"
 
