@@ -63,6 +63,15 @@ class Platform(Protocol):
         """Inside, device work of this thread runs beside that of other threads; the value waits for what was queued."""
         ...
 
+    def unclaimed_bytes(self) -> int | None:
+        """Bytes of this device that no process has; None where devices have no memory of their own."""
+        ...
+
+    def group_options(self, message_bytes: int) -> tuple[Any, int]:
+        """(`pg_options` of a `new_group` that moves at most `message_bytes` at a time, bytes of device memory that such
+        a group takes beside the allocator). Raises `PlatformError` for a bound in the environment that is none."""
+        ...
+
     def transformer_overrides(self) -> dict[str, Any]:
         """megatron `TransformerConfig` fields that this platform fixes."""
         ...

@@ -88,6 +88,12 @@ class CpuPlatform:
     def side_stream(self, device: Any) -> AbstractContextManager[Callable[[], None]]:
         return nullcontext(self.synchronize)
 
+    def unclaimed_bytes(self) -> int | None:
+        return None
+
+    def group_options(self, message_bytes: int) -> tuple[Any, int]:
+        return None, 0
+
     def transformer_overrides(self) -> dict[str, Any]:
         return {
             # every fused kernel is a device kernel

@@ -9,6 +9,7 @@ the sum of `nbytes` of storages that are alive when one asks, each counted once 
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from mindspeed_asyncflow.platforms.base import Platform, current
 TRAIN_WEIGHTS, GRADIENTS, OPTIMIZER = "train weights", "gradients", "optimizer"
 GENERATION_WEIGHTS, KV_CACHE, BUCKET = "generation weights", "kv cache", "bucket"
 KINDS = (TRAIN_WEIGHTS, GRADIENTS, OPTIMIZER, GENERATION_WEIGHTS, KV_CACHE, BUCKET)
+
+LARGEST_PIECE, SMALL_PIECE = 1 << 30, 1 << 20  # bytes of host memory pinned at once
 
 _pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
 
@@ -77,19 +80,18 @@ class DeviceMemory:
 
     def empty(self, kind: str, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] of undefined contents in a storage of its own."""
-        self._book(kind)
-        storage = torch.UntypedStorage(0, device=self.platform.device())
-        self.platform.restore_storage(storage, nbytes)
-        tensor = raw_bytes(storage)
-        self.adopt(kind, [tensor])
-        return tensor
+        return self.tensor(kind, (nbytes,), torch.uint8)
 
     def tensor(self, kind: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """`shape` elements of `dtype`, contents undefined, in a storage of their own."""
-        count = 1
-        for size in shape:
-            count *= size
-        return self.empty(kind, count * dtype.itemsize).view(dtype).view(tuple(shape))
+        self._book(kind)
+        tensor = torch.empty(0, dtype=dtype, device=self.platform.device())  # an NPU's storage knows its type
+        storage = tensor.untyped_storage()
+        count = math.prod(shape)
+        self.platform.restore_storage(storage, count * dtype.itemsize)
+        tensor.set_(storage, 0, (count,), (1,))  # type: ignore[call-overload]
+        self.adopt(kind, [tensor])
+        return tensor.view(tuple(shape))
 
     def release(self, tensor: torch.Tensor) -> int:
         """Free the storage of `tensor`; returns its bytes. It and all other views of the storage must not be read until
@@ -199,8 +201,21 @@ class DeviceMemory:
             self._peak = max(self._peak, self.total())
 
 
+def power_of_two_pieces(nbytes: int) -> list[int]:
+    """`nbytes` cut into powers of two, at most `LARGEST_PIECE` each, and a rest that is a sixteenth of them or less;
+    what is small stays whole."""
+    pieces, left = [], nbytes
+    while left > max(min(nbytes, LARGEST_PIECE) // 16, SMALL_PIECE):
+        pieces.append(min(1 << (left.bit_length() - 1), LARGEST_PIECE))
+        left -= pieces[-1]
+    return [*pieces, left] if left else pieces
+
+
 class HostPool:
-    """Host buffers that are used again: allocating and pinning them costs more than filling them. Thread-safe."""
+    """Host buffers that are used again: allocating and pinning them costs more than filling them. Thread-safe.
+
+    A buffer is a list of pieces, because device runtimes round what they pin up to a power of two: 17 GB would take 32.
+    """
 
     def __init__(self, platform: Platform | None = None) -> None:
         self._platform = platform or current()
@@ -209,32 +224,36 @@ class HostPool:
         self._lock = threading.Lock()
         _pools.add(self)
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes], pinned where the platform can; contents undefined."""
+    def take(self, nbytes: int) -> list[torch.Tensor]:
+        """uint8 pieces of together `nbytes`, pinned where the platform can; contents undefined."""
         with self._lock:
-            free = self._free.get(nbytes)
-            if free:
-                return free.pop()
-            buffer = self._platform.pinned(nbytes)
-            self._all.append(buffer)
-            return buffer
+            return [self._piece(size) for size in power_of_two_pieces(nbytes)]
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """Return a buffer that `take` handed out."""
+    def _piece(self, nbytes: int) -> torch.Tensor:
+        free = self._free.get(nbytes)
+        if free:
+            return free.pop()
+        piece = self._platform.pinned(nbytes)
+        self._all.append(piece)
+        return piece
+
+    def give(self, pieces: Iterable[torch.Tensor]) -> None:
+        """Return what `take` handed out."""
         with self._lock:
-            self._free.setdefault(buffer.numel(), []).append(buffer)
+            for piece in pieces:
+                self._free.setdefault(piece.numel(), []).append(piece)
 
     def buffers(self) -> list[torch.Tensor]:
-        """All buffers, in use or not."""
+        """All pieces, in use or not."""
         with self._lock:
             return list(self._all)
 
     @property
     def made(self) -> int:
-        """Buffers that were ever allocated."""
+        """Pieces that were ever allocated."""
         return len(self._all)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Bytes of all pieces."""
         return sum(b.numel() for b in self.buffers())

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.platforms.communicators import buffer_limit_mb, buffer_mb_for, communicator_bytes
 from mindspeed_asyncflow.platforms.devices import logical_device
 
 VISIBLE_ENV = "ASCEND_RT_VISIBLE_DEVICES"
@@ -103,6 +104,17 @@ class NpuPlatform:
         stream = npu.Stream()
         with npu.stream(stream):
             yield stream.synchronize
+
+    def unclaimed_bytes(self) -> int | None:
+        import torch
+
+        return int(torch.npu.mem_get_info()[0])  # type: ignore[attr-defined]
+
+    def group_options(self, message_bytes: int) -> tuple[Any, int]:
+        buffer_mb = min(buffer_limit_mb(os.environ), buffer_mb_for(message_bytes))
+        options = importlib.import_module("torch_npu")._C._distributed_c10d.ProcessGroupHCCL.Options()
+        options.hccl_config = {"hccl_buffer_size": buffer_mb}
+        return options, communicator_bytes(buffer_mb)
 
     def transformer_overrides(self) -> dict[str, Any]:
         # the local layer spec with our own norm and attention modules calls the NPU operators itself

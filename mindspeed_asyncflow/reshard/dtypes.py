@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_asyncflow.errors import WeightSyncError
-from mindspeed_asyncflow.reshard.transfer import wait
+from mindspeed_asyncflow.reshard.transfer import contiguous, wait
 
 NAMES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _ABSENT = -1
@@ -37,8 +37,8 @@ def agree_on_dtypes(
     # the largest code, and the largest of the negated ones, i.e. the smallest; a last number tells of strange types
     lowest = [-code if code != _ABSENT else -len(types) for code in codes]
     seen = torch.tensor([*codes, *lowest, int(bool(strange))], dtype=torch.int32, device=device)
-    work = dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group, async_op=True)
-    wait(work, f"rank {rank}", "all ranks of the group to say which types they want", timeout_s)
+    work = dist.all_reduce(contiguous(seen, "types"), op=dist.ReduceOp.MAX, group=group, async_op=True)
+    wait(work, f"rank {rank}", "all ranks of the group to say which types they want", timeout_s, group)
     *numbers, odd = seen.tolist()
     if odd:
         what = f"this rank: {next(iter(strange.items()))}" if strange else "another rank"

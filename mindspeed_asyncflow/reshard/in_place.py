@@ -13,7 +13,7 @@
 
 Device bytes from step 2 on never exceed
 
-    identity = train shard + generation shard + one bucket
+    identity = train shard + generation shard + one bucket        (+ the buffers of the group on an NPU, `group_bytes`)
 
 (train shard: weights of the trainer on this device, in their own type; a bucket: what the plan packs at most). While
 generating no byte of train state is on the device, while training no byte of generation weights. Every figure comes
@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from mindspeed_asyncflow.errors import ConfigError, WeightSyncError
 from mindspeed_asyncflow.platforms.memory import (
@@ -40,6 +41,7 @@ from mindspeed_asyncflow.platforms.memory import (
 )
 from mindspeed_asyncflow.reshard.boxes import matrix_shape
 from mindspeed_asyncflow.reshard.dtypes import agree_on_dtypes
+from mindspeed_asyncflow.reshard.groups import LayoutGroup, layout_group
 from mindspeed_asyncflow.reshard.layout import Layout
 from mindspeed_asyncflow.reshard.plan import make_plan
 from mindspeed_asyncflow.reshard.swap import HostSwap
@@ -118,9 +120,10 @@ class _Room:
 class InPlace:
     """The two engines of one device and the plan between their layouts.
 
-    All ranks make one together and call every method together. `rank` of this process in `group` (None: all ranks) is
-    its rank in both layouts. Raises `ConfigError` when the layouts are not of one size, `WeightSyncError` on all ranks
-    when the rollout engine of one wants other weights than its layout says.
+    All ranks make one together and call every method together. `rank` of this process in `group` is its rank in both
+    layouts; None makes a group of all ranks, once, for this pair of layouts and all its turns. Raises `ConfigError`
+    when the layouts are not of one size, `WeightSyncError` on all ranks when the rollout engine of one wants other
+    weights than its layout says, `PlatformError` when there is no room for the group.
     """
 
     def __init__(
@@ -144,13 +147,23 @@ class InPlace:
             )
         self._train, self._rollout = train, rollout
         self._source, self._target = train.layout, rollout_layout
-        self._rank, self._memory, self._group, self._timeout_s = rank, memory, group, timeout_s
+        self._rank, self._memory, self._timeout_s = rank, memory, timeout_s
+        own_group = LayoutGroup(group, 0)
+        if group is None:
+            pair = f"{train.layout.label} to {rollout_layout.label}"
+            own_group = layout_group(memory.platform, dist.get_world_size(), bucket_bytes, timeout_s, pair)
+        self._group, self.group_bytes = own_group.handle, own_group.buffer_bytes
         own = self._together(
             lambda: _check_wanted(rollout.weights_wanted(), rollout_layout, rank),
             "comparing its engine's weights with the layout",
         )
         self._dtype, self._other_dtypes = agree_on_dtypes(
-            own, rollout_layout.tensors, rank=rank, device=memory.platform.device(), group=group, timeout_s=timeout_s
+            own,
+            rollout_layout.tensors,
+            rank=rank,
+            device=memory.platform.device(),
+            group=self._group,
+            timeout_s=timeout_s,
         )
         largest = max(dtype.itemsize for dtype in (self._dtype, *self._other_dtypes.values()))
         self.plan = make_plan(

@@ -38,7 +38,7 @@ class _Block:
     ref: StorageWeakRef
     nbytes: int
     zeroed: bool
-    host: torch.Tensor | None = None  # uint8 [nbytes]
+    host: list[torch.Tensor] | None = None  # uint8, together [nbytes]
     out: bool = False  # its storage has no bytes
     empty: bool = False  # its storage has bytes again, but not yet its contents
 
@@ -184,8 +184,9 @@ class HostSwap:
             if not block.zeroed:
                 source = block.bytes_on_device(block.nbytes)
                 block.host = self._pool.take(block.nbytes)
-                block.host.copy_(source, non_blocking=True)
-                finish()
+                for piece, part in zip(block.host, source.split([p.numel() for p in block.host])):
+                    piece.copy_(part, non_blocking=True)
+                finish()  # the storage is freed next, and not the host's pieces before they are filled
                 copied += block.nbytes
             if block.kind not in self._hold:
                 self._free(block)
@@ -229,4 +230,5 @@ class HostSwap:
         if block.host is None:
             target.zero_()
         else:
-            target.copy_(block.host, non_blocking=True)
+            for piece, part in zip(block.host, target.split([p.numel() for p in block.host])):
+                part.copy_(piece, non_blocking=True)

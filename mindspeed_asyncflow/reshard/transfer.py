@@ -13,7 +13,8 @@ serves all steps.
 
 A rank whose own part fails (a shape, memory) keeps answering its peers, without sense, and tells so at the end: then
 all ranks raise, none of them waits in vain, and the group can be used again. A peer that answers nothing ends the wait
-at its deadline, and gloo closes the connections of the one that gave up, so that the others learn it at once.
+at its deadline, and gloo closes the connections of the one that gave up, so that the others learn it at once; over
+other backends they learn it at their own deadlines.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from mindspeed_asyncflow.reshard.layout import Layout, LocalParam
 from mindspeed_asyncflow.reshard.messages import Copy, Message, Packed, ResolvedStep, by_peer, copy, pack, unpack
 from mindspeed_asyncflow.reshard.places import BoxView, Places, one_run
 from mindspeed_asyncflow.reshard.plan import Move, Plan, RankStep
+
+LOOK_EVERY_S = 50e-6
 
 
 @dataclass(slots=True)
@@ -229,8 +232,13 @@ class _Run:
     def _start(self, messages: Sequence[Message], where: str) -> list[Any]:
         if not messages:
             return []
-        operations = [  # bytes: every backend carries them, whatever types it knows
-            dist.P2POp(dist.irecv if m.incoming else dist.isend, m.buffer, self._global(m.peer), self._group)
+        operations = [  # bytes: every backend carries them, whatever types it knows. At most one each way for each peer
+            dist.P2POp(
+                dist.irecv if m.incoming else dist.isend,
+                contiguous(m.buffer, f"rank {self._rank}, {where}: {m}"),
+                self._global(m.peer),
+                self._group,
+            )
             for m in messages
         ]
         try:
@@ -248,7 +256,7 @@ class _Run:
             self._await(work, f"{where}: {', '.join(map(str, meant))}")
 
     def _await(self, work: Any, what: str) -> None:
-        wait(work, f"rank {self._rank}", what, self._timeout_s)
+        wait(work, f"rank {self._rank}", what, self._timeout_s, self._group)
 
     # ---- failing together --------------------------------------------------------------------------------------------
 
@@ -273,9 +281,9 @@ def agree(
     """
     none = dist.get_world_size(group)
     lowest = torch.tensor([none if failed is None else rank], dtype=torch.int32, device=device)  # failed rank
-    work = dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group, async_op=True)
+    work = dist.all_reduce(contiguous(lowest, when), op=dist.ReduceOp.MIN, group=group, async_op=True)
     try:
-        wait(work, f"rank {rank}", f"all ranks of the group to say that they are well, {when}", timeout_s)
+        wait(work, f"rank {rank}", f"all ranks of the group to say that they are well, {when}", timeout_s, group)
     except AsyncFlowError as lost:
         if failed is not None:
             raise WeightSyncError(f"rank {rank} failed {when}: {failed}; then {lost}") from failed
@@ -288,14 +296,33 @@ def agree(
         raise WeightSyncError(f"rank {first} failed {when}; its own message says why")
 
 
-def wait(work: Any, who: str, what: str, timeout_s: float) -> None:
-    """Wait for a message or collective at most `timeout_s` seconds. Raises `DeadlineExceeded` then, `WeightSyncError`
-    when a peer is gone; both say that `who` waited for `what`."""
+def contiguous(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """`tensor`, as it goes into a collective. Raises `WeightSyncError` if it has gaps: backends either refuse those or
+    take what lies between, without a word."""
+    if not tensor.is_contiguous():
+        raise WeightSyncError(f"{what}: {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous")
+    return tensor
+
+
+def wait(work: Any, who: str, what: str, timeout_s: float, group: Any) -> None:
+    """Wait for a message or collective of `group` at most `timeout_s` seconds. Raises `DeadlineExceeded` then,
+    `WeightSyncError` when a peer is gone; both say that `who` waited for `what`."""
     began = time.monotonic()
     try:
+        if dist.get_backend(group) != "gloo":  # others hold the device's stream, not this thread, and know no deadline
+            _look_until_done(work, began + timeout_s)
         work.wait(timedelta(seconds=timeout_s))
     except RuntimeError as error:  # torch knows no finer type for a peer that is gone or silent
         waited = time.monotonic() - began
         if waited >= 0.9 * timeout_s:
             raise DeadlineExceeded(f"{who} waited {waited:.0f} s for {what}") from error
         raise WeightSyncError(f"{who} lost a peer, {what}: {error}") from error
+
+
+def _look_until_done(work: Any, deadline: float) -> None:
+    while not work.is_completed():
+        if time.monotonic() >= deadline:
+            raise RuntimeError("the device has not done it")
+        time.sleep(LOOK_EVERY_S)
+    if not work.is_success():
+        raise RuntimeError("the device reports that it failed; its log says why")

@@ -70,9 +70,9 @@ def _layouts(case: Case) -> tuple[Layout, Layout]:
 
 
 def census(memory: DeviceMemory, exclude: list[torch.Tensor], expected: int) -> int:
-    """Bytes of all live tensors; looks again for a second when it is not `expected`, because gloo's threads let go of
-    the number that ranks agreed with a moment after the agreement."""
-    until = time.monotonic() + 1.0
+    """Bytes of all live tensors; looks again for a while when it is not `expected`, because gloo's threads let go of
+    the number that ranks agreed with a moment after the agreement, on a busy machine seconds after."""
+    until = time.monotonic() + 10.0
     while (found := memory.census(exclude=exclude)) != expected and time.monotonic() < until:
         time.sleep(0.02)
     return found

@@ -108,6 +108,16 @@ def test_host_buffers_are_used_again(memory: DeviceMemory) -> None:
     assert (pool.made, pool.nbytes) == (4, 20_000 + 3 * 1554)
 
 
+def test_a_storage_of_many_host_pieces_comes_back_bit_for_bit(memory: DeviceMemory) -> None:
+    pool = HostPool(CpuPlatform())
+    swap, weights = HostSwap(memory, pool), torch.arange(3_300_007).to(torch.uint8)  # 2 MiB, 1 MiB and a rest
+    before = weights.clone()
+    swap.out({TRAIN_WEIGHTS: [weights]})
+    assert pool.made == 3 and weights.untyped_storage().nbytes() == 0
+    swap.back()
+    assert torch.equal(weights, before)
+
+
 def test_held_weights_can_be_read_until_wait(memory: DeviceMemory, swap: HostSwap) -> None:
     """The fill reads train weights while they are copied out; optimizer and gradients leave meanwhile."""
     state = State()
