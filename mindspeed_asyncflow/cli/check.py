@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 
 from mindspeed_asyncflow.cli import preflight, settings
-from mindspeed_asyncflow.config import Config, dump_resolved, feasibility
+from mindspeed_asyncflow.config import Config, dump_resolved, feasibility, host_memory
 from mindspeed_asyncflow.config.checks import Finding
 from mindspeed_asyncflow.config.machine import MIB, Machine, assume, probe
 from mindspeed_asyncflow.config.model import ModelShape
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("== weights")
         print("\n".join(_weights(config, model)))
     print("== least host memory, MiB")
-    for name, size in feasibility.memory_bytes(config, machine, model).items():
+    for name, size in host_memory.memory_bytes(config, machine, model).items():
         print(f"{size / MIB:>10.0f}  {name}")
     print("== findings")
     print("\n".join(map(str, found)) or f"none: this configuration can run {'there' if machine.assumed else 'here'}")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from mindspeed_asyncflow.config import (
     feasibility,
+    host_memory,
     learning,
     rules_critic,
     rules_data,
@@ -52,6 +53,7 @@ def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = No
     except ConfigError as error:
         found.append(Finding("error", ("model.source",), str(error)))
     found += [Finding(*f) for f in feasibility.findings(config, machine, shape)]
+    found += [Finding(*f) for f in host_memory.findings(config, machine, shape)]
     if model is not None and shape is not None:
         found += _parallel(config, model)
     return sorted(found, key=lambda finding: finding.level != "error")

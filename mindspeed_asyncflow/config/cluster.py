@@ -1,4 +1,4 @@
-"""Settings of the cluster (`check`, `plan`, `simulate`), the lengths of prompts and answers, the simulated run. A real run
+"""The cluster, lengths of prompts and answers, the simulated run: settings of `check`, `plan`, `simulate`. A real run
 reads none of them. Every number that a preset brings has its source beside it."""
 
 from __future__ import annotations

@@ -21,9 +21,6 @@ Raw = tuple[Literal["error", "warning"], tuple[str, ...], str]
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # More processes than this per core make no progress worth having: start-up alone passes every deadline.
 MAX_PROCESSES_PER_CPU = 8
-# Resident memory of an idle process on CPU, measured with torch 2.13 and vLLM 0.27.
-TRAINER_RANK_BYTES = 600 * MIB
-REPLICA_BYTES = {"vllm": 1600 * MIB, "reference": 500 * MIB, "simulated": 0}
 MODEL_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 ROW_BYTES = 512  # per sample beside its tokens: truth, status, allocator rounding
@@ -94,7 +91,7 @@ def findings(config: Config, machine: Machine, model: ModelShape | None) -> Iter
     yield from _files(config)
     yield from _devices(config, machine)
     yield from _libraries(config, machine)
-    yield from _memory(config, machine, model)
+    yield from _replica_node(config, machine)
     if config.dock.port and not machine.port_is_free(config.dock.port):
         message = f"port {config.dock.port} is in use; take another, or 0 for any free one"
         yield "error", ("dock.port",), message
@@ -103,6 +100,7 @@ def findings(config: Config, machine: Machine, model: ModelShape | None) -> Iter
         yield "error", ("workflow.schedule", "rollout.engine"), message
     if model is not None:
         yield from _rollout_split(config, model)
+        yield from _cache(config, model)
     if model is not None and config.rollout.engine == "vllm" and not on_npu(config, machine):
         size = model.head_dim
         if model.latent is None and size not in VLLM_CPU_HEADS:
@@ -195,63 +193,26 @@ def _libraries(config: Config, machine: Machine) -> Iterator[Raw]:
             yield "error", (key,), f"the Python module {module} is not installed here; {fix}"
 
 
-def memory_bytes(config: Config, machine: Machine, model: ModelShape | None) -> dict[str, int]:
-    """Least host memory by kind, in bytes; weights only where the model is known (on NPU they live on devices)."""
-    t, r = config.trainer, config.rollout
-    replicas, sharing = own_replicas(config) + sharing_replicas(config), sharing_replicas(config)
-    engines = 0 if in_place(config) else replicas  # processes of their own
-    parts = {
-        "trainer processes": t.world_size * TRAINER_RANK_BYTES,
-        "rollout processes": engines * r.tensor_parallel * REPLICA_BYTES[r.engine],
-        "dock arena": config.dock.arena_mb * config.dock.pairs * MIB,
-    }
-    if config.critic_size:
-        parts["critic processes"] = config.critic_size * TRAINER_RANK_BYTES
-    count = model.parameters if model else 0
-    width = DTYPE_BYTES[config.model.dtype]
-    kept = 0 if in_place(config) else config.workflow.keep_versions + 1  # one is written
-    parts["weight relay"] = kept * count * width
-    # Per replica of the model: weights, two moments, and fp32 masters beside bf16 weights.
-    per_parameter = width + 8 + (4 if width == 2 else 0)
-    trained = t.data_parallel * t.context_parallel * count
-    if sharing:
-        parts["train state on the host, while others have its devices"] = trained * per_parameter
-    if not on_npu(config, machine):
-        parts["key/value caches"] = replicas * r.kv_cache_mb * MIB
-        parts["rollout weights"] = replicas * count * width
-        parts["trainer weights, gradients, optimizer"] = trained * (per_parameter + 4)  # fp32 gradients
-        if config.critic_size:  # the same without the vocabulary head, which may be tied
-            body = count - (model.vocab * model.hidden if model and not model.tied else 0)
-            of_body = t.data_parallel * t.context_parallel * body
-            parts["critic weights, gradients, optimizer"] = of_body * (per_parameter + 4)
-    return parts
+def _replica_node(config: Config, machine: Machine) -> Iterator[Raw]:
+    """The processes of a replica are started by one worker, on its node."""
+    size, per_node = config.rollout.tensor_parallel, config.cluster.device.devices_per_node
+    if on_npu(config, machine) and size > per_node:
+        yield (
+            "warning" if machine.assumed else "error",
+            ("rollout.tensor_parallel", "cluster.devices_per_node"),
+            f"a replica of {size} devices lies across nodes of {per_node}; all its processes are started on one node, "
+            "so a run does not start like this",
+        )
 
 
-def _memory(config: Config, machine: Machine, model: ModelShape | None) -> Iterator[Raw]:
-    parts = memory_bytes(config, machine, model)
-    need = sum(parts.values())
-    ours = ("rollout.replicas", "rollout.kv_cache_mb", "trainer.data_parallel")
-    keys = (*ours, "dock.arena_mb", "dock.pairs", "model.source")
-    listing = ", ".join(f"{name} {size / MIB:.0f}" for name, size in parts.items() if size)
-    text = f"{need / MIB:.0f} MiB of memory wanted ({listing})"
-    if need > machine.memory_bytes:
-        yield "error", keys, f"{text}, the machine has {machine.memory_bytes / MIB:.0f}"
-    elif need > machine.free_memory_bytes:
-        yield "warning", keys, f"{text}, {machine.free_memory_bytes / MIB:.0f} MiB free at the moment"
-    shared = parts["dock arena"] + parts["weight relay"]
-    if shared > machine.shm_bytes:
+def _cache(config: Config, model: ModelShape) -> Iterator[Raw]:
+    longest, tensor = config.data.max_prompt_tokens + config.rollout.max_new_tokens, config.rollout.tensor_parallel
+    cut = 1 if model.latent is not None else min(tensor, model.kv_heads)  # beyond it ranks hold the same
+    per_token = model.layers * model.cached_per_token * DTYPE_BYTES[config.model.dtype] * tensor // cut
+    if longest * per_token > config.rollout.kv_cache_mb * MIB:
         yield (
             "error",
-            ("dock.arena_mb", "model.source"),
-            f"{shared / MIB:.0f} MiB of shared memory wanted, {machine.shm_bytes / MIB:.0f} free in /dev/shm",
+            ("rollout.kv_cache_mb", "data.max_prompt_tokens", "rollout.max_new_tokens"),
+            f"one sample of {longest} tokens needs {longest * per_token / MIB:.0f} MiB of key/value cache, "
+            f"{config.rollout.kv_cache_mb} are given",
         )
-    if model is not None:
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        per_token = model.layers * model.cached_per_token * DTYPE_BYTES[config.model.dtype]
-        if longest * per_token > config.rollout.kv_cache_mb * MIB:
-            yield (
-                "error",
-                ("rollout.kv_cache_mb", "data.max_prompt_tokens", "rollout.max_new_tokens"),
-                f"one sample of {longest} tokens needs {longest * per_token / MIB:.0f} MiB of key/value cache, "
-                f"{config.rollout.kv_cache_mb} are given",
-            )

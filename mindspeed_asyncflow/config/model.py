@@ -119,6 +119,11 @@ class ModelShape:
         """Elements of all weights."""
         return sum(math.prod(tensor.shape) for tensor in self._tensors())
 
+    @property
+    def expert_parameters(self) -> int:
+        """Elements of the routed experts' weights."""
+        return sum(math.prod(tensor.shape) for tensor in self._tensors() if tensor.expert >= 0)
+
     def tensors(self) -> dict[str, FullTensor]:
         """All weights in layer order."""
         return {t.name: t for t in self._tensors()}

@@ -148,10 +148,13 @@ def _optimizer_s(config: Config, work: Work, speeds: Speeds, width: int) -> floa
     t = config.trainer
     ranks = t.data_parallel * t.context_parallel
     model = t.tensor_parallel * t.pipeline_parallel
-    local = work.dense / model + work.experts / (model * t.expert_parallel)
-    sent = 2 * (ranks - 1) / ranks * local * 4  # float32; scatter and gather cost as much as a reduction
+    # Weights of this rank, and the ranks that hold the same: of an expert, one in EP ranks.
+    held = [(work.dense / model, ranks)]
+    held += [(work.experts / (model * t.expert_parallel), max(1, ranks // t.expert_parallel))]
+    # float32; scatter and gather cost as much as a reduction
+    sent = sum(2 * (copies - 1) / copies * local * 4 for local, copies in held)
     touched = 4 + 16 + 8 + width  # gradient, two moments read and written, master, weight
-    updated = local / (ranks if t.distributed_optimizer else 1)
+    updated = sum(local / (copies if t.distributed_optimizer else 1) for local, copies in held)
     span = t.tensor_parallel * t.context_parallel * t.data_parallel
     return sent / speeds.link(span) + updated * touched / speeds.memory
 

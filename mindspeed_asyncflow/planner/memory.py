@@ -41,12 +41,14 @@ def _rank_bytes(config: Config, work: Work, rank: int) -> dict[str, float]:
     dense += work.vocabulary * ((rank == 0) + (last and not (rank == 0 and work.shape.tied)))
     experts = sum(work.layer_experts[layer] for layer in layers) / t.expert_parallel
     local = (dense + experts) / t.tensor_parallel
+    # Optimizer state is cut over the ranks that hold the same weights: of an expert, one in EP ranks.
     ranks = t.data_parallel * t.context_parallel if t.distributed_optimizer else 1
+    cut = (dense / ranks + experts / max(1, ranks // t.expert_parallel)) / t.tensor_parallel
     master = 4 if width == 2 else 0
     return {
         WEIGHTS: local * width,
         GRADIENTS: local * 4,
-        OPTIMIZER: local * (8 + master) / ranks,
+        OPTIMIZER: cut * (8 + master),
         ACTIVATIONS: _activations(config, work, rank, len(layers)),
         BUCKET: bucket_bytes(local * width),
     }

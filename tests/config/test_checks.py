@@ -8,7 +8,7 @@ import pytest
 
 from mindspeed_asyncflow.config import parse_config
 from mindspeed_asyncflow.config.checks import check, refuse_errors
-from mindspeed_asyncflow.config.feasibility import memory_bytes
+from mindspeed_asyncflow.config.host_memory import memory_bytes
 from mindspeed_asyncflow.config.machine import MIB, Machine
 from mindspeed_asyncflow.config.model import describe
 from mindspeed_asyncflow.errors import ConfigError

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from mindspeed_asyncflow.config import parse_config
 from mindspeed_asyncflow.config.checks import check
-from mindspeed_asyncflow.config.feasibility import memory_bytes, needed_replicas, own_replicas, sharing_replicas
+from mindspeed_asyncflow.config.feasibility import needed_replicas, own_replicas, sharing_replicas
+from mindspeed_asyncflow.config.host_memory import memory_bytes
 from mindspeed_asyncflow.config.model import describe
 from tests.config.test_checks import BOX, TINY, errors
 

@@ -45,6 +45,13 @@ def test_expert_parallelism_divides_experts_only():
     assert alone - shared == pytest.approx(2 * moe.experts * 3 / 4)
 
 
+def test_optimizer_state_of_an_expert_is_cut_over_the_ranks_that_hold_it_only():
+    moe = work(MOE)
+    sizes = ["trainer.data_parallel=8", "trainer.expert_parallel=4", "trainer.distributed_optimizer=true"]
+    dense = moe.dense + moe.vocabulary - moe.shape.hidden  # the last norm is left out
+    assert of_trainer(*sizes, model=moe)[memory.OPTIMIZER] == pytest.approx(12 * (dense / 8 + moe.experts / 4 / 2))
+
+
 def test_recomputation_keeps_one_row_per_layer_and_one_whole_layer():
     saved, again = (of_trainer(f"trainer.recompute={r}")[memory.ACTIVATIONS] for r in ("false", "true"))
     logits = 4096 * 2 * 4 * 152064
