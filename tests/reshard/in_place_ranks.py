@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError
+from mindspeed_asyncflow.platforms.base import Platform
 from mindspeed_asyncflow.platforms.cpu import CpuPlatform
 from mindspeed_asyncflow.platforms.memory import (
     GENERATION_WEIGHTS,
@@ -37,11 +38,12 @@ class Device:
 
     def __init__(
         self, world: World, case: Case, train: torch.dtype, serve: torch.dtype, bucket_bytes: int = BUCKET_BYTES,
-        timeout_s: float = 20.0,
+        timeout_s: float = 20.0, platform: Platform | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.case, self.serve = world.rank, case, serve
         source, target = _layouts(case)
-        self.memory, self.pool = DeviceMemory(CpuPlatform()), HostPool(CpuPlatform())
+        platform = platform or CpuPlatform()
+        self.memory, self.pool = DeviceMemory(platform), HostPool(platform)
         held = cut(case.model, source, self.rank)
         self.trainer = StandInTrainer(self.memory, source, held, train)
         self.rollout = StandInRollout(self.memory, target, self.rank, serve)
