@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from mindspeed_asyncflow.cli import preflight, settings
+from mindspeed_asyncflow.cli import devices, preflight, settings
 from mindspeed_asyncflow.config import Config, dump_resolved, feasibility, host_memory
 from mindspeed_asyncflow.config.checks import Finding
 from mindspeed_asyncflow.config.machine import MIB, Machine, assume, probe
@@ -67,6 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
     print("== least host memory, MiB")
     for name, size in host_memory.memory_bytes(config, machine, model).items():
         print(f"{size / MIB:>10.0f}  {name}")
+    work = preflight.device_work(config, machine, found)
+    if work is not None:
+        print("== device memory, GB")
+        print("\n".join(devices.memory_lines(config, work)))
+        print("== expected step")
+        print("\n".join(devices.expected_lines(config, work)))
     print("== findings")
     print("\n".join(map(str, found)) or f"none: this configuration can run {'there' if machine.assumed else 'here'}")
     return 2 if any(finding.level == "error" for finding in found) else 0

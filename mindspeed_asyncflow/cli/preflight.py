@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mindspeed_asyncflow.cli import devices
 from mindspeed_asyncflow.config import Config, checks, feasibility
 from mindspeed_asyncflow.config.machine import Machine, probe
 from mindspeed_asyncflow.config.model import ModelShape, describe
@@ -19,6 +20,7 @@ from mindspeed_asyncflow.data.tasks import Demonstrating, Task
 from mindspeed_asyncflow.data.tokenizers import load_tokenizer, set_chat_template
 from mindspeed_asyncflow.environments.base import build_environment
 from mindspeed_asyncflow.errors import ConfigError, DataError, RewardError
+from mindspeed_asyncflow.planner.work import Work
 from mindspeed_asyncflow.rewards import registry
 
 # SmolLM2-135M, for arithmetic before its weights are unpacked.
@@ -70,12 +72,23 @@ def inspect(config: Config, machine: Machine | None = None) -> list[checks.Findi
     """All findings about `config` on `machine` (default: this one), errors first."""
     machine = machine or probe(config.run.folder)
     found = checks.check(config, machine, model_sizes(config))
+    work = device_work(config, machine, found)
+    found += devices.findings(config, work) if work is not None else []
     if machine.assumed:
         found = list(_elsewhere(config, found))
     said = {key for finding in found if finding.level == "error" for key in finding.keys}
     if not machine.assumed or not absent(config):
         found += [f for f in _task_and_model(config) if not said.intersection(f.keys)]
     return sorted(found, key=lambda finding: finding.level != "error")
+
+
+def device_work(config: Config, machine: Machine, found: list[checks.Finding]) -> Work | None:
+    """The model's work for the arithmetic of devices; None on a CPU, and where sizes are unknown or do not divide."""
+    wrong = {key.partition(".")[0] for finding in found if finding.level == "error" for key in finding.keys}
+    sizes = model_sizes(config) if feasibility.on_npu(config, machine) else None
+    if sizes is None or wrong & {"model", "trainer", "rollout", "workload"}:
+        return None
+    return Work.of(sizes)
 
 
 def absent(config: Config) -> dict[str, str]:

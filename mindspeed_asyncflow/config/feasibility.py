@@ -145,6 +145,9 @@ def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
         ranks = t.world_size + critics + needed_replicas(config) * r.tensor_parallel
         if ranks > machine.npus:
             yield "error", ("run.platform", *keys), f"{ranks} NPUs wanted ({made_of}), {machine.npus} available"
+        named = config.cluster.devices if "devices" in config.cluster.model_fields_set else ranks
+        if ranks > named:
+            yield "error", ("cluster.devices", *keys), f"is {named}, and {ranks} NPUs are wanted ({made_of})"
         return
     rollout_ranks = (own_replicas(config) + sharing) * r.tensor_parallel
     for key, threads in (("trainer.threads", t.threads), ("rollout.threads", r.threads)):

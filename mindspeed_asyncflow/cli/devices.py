@@ -1,0 +1,76 @@
+"""What the devices of a run hold, and how long a step is expected to take: the planner, for one configuration.
+
+It is used before a launch on NPUs; on a CPU "devices" are cores of one memory, which `config/host_memory.py` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindspeed_asyncflow.config import Config
+from mindspeed_asyncflow.config.checks import Finding
+from mindspeed_asyncflow.errors import ConfigError
+from mindspeed_asyncflow.planner import memory
+from mindspeed_asyncflow.planner.estimate import Estimate, estimate
+from mindspeed_asyncflow.planner.work import Work
+from mindspeed_asyncflow.planner.workload import Workload
+
+TRAINER, ROLLOUT = "a trainer rank", "a rollout rank"
+LABEL = "simulated, not run on NPUs"
+KNOBS = {
+    TRAINER: (
+        *("trainer.micro_batch_tokens", "trainer.recompute", "trainer.distributed_optimizer"),
+        *("trainer.tensor_parallel", "trainer.pipeline_parallel", "trainer.expert_parallel"),
+    ),
+    ROLLOUT: ("rollout.kv_cache_mb", "rollout.max_running", "rollout.tensor_parallel"),
+}
+
+
+def held_bytes(config: Config, work: Work) -> dict[str, dict[str, float]]:
+    """Bytes by kind on the fullest device of each side. Where both share devices they take turns: neither adds to the
+    other."""
+    return {TRAINER: memory.trainer_bytes(config, work), ROLLOUT: memory.rollout_bytes(config, work)}
+
+
+def findings(config: Config, work: Work) -> Iterator[Finding]:
+    """What does not fit on a device."""
+    usable = memory.usable_bytes(config)
+    for side, kinds in held_bytes(config, work).items():
+        need = sum(kinds.values())
+        if need > usable:
+            listing = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds.items())
+            text = f"{side} takes {need / 1e9:.1f} GB ({listing}), a device of cluster.preset={config.cluster.preset} "
+            yield Finding("error", KNOBS[side], f"{text}has {usable / 1e9:.1f} GB to use")
+
+
+def memory_lines(config: Config, work: Work) -> Iterator[str]:
+    """By side and kind, in GB."""
+    usable = memory.usable_bytes(config) / 1e9
+    for side, kinds in held_bytes(config, work).items():
+        yield f"{sum(kinds.values()) / 1e9:>10.2f}  {side}, of {usable:.1f} usable"
+        for kind, size in kinds.items():
+            yield f"{size / 1e9:>14.2f}  {kind}"
+
+
+def expected(config: Config, work: Work) -> tuple[Estimate, float]:
+    """The step that the planner expects, and tokens (prompts and answers) a second. Raises `ConfigError` for what it
+    cannot price."""
+    from mindspeed_asyncflow.config.rules_critic import refuse_priced
+    from mindspeed_asyncflow.simulation.pricing import gather_s, priced
+
+    refuse_priced(config)
+    settled, costs = priced(config, work, reshard=gather_s)
+    workload = Workload.of(config)
+    found = estimate(settled, costs, workload)
+    return found, workload.step_tokens / found.step_s
+
+
+def expected_lines(config: Config, work: Work) -> Iterator[str]:
+    """In words, with the label that every figure of an NPU has here."""
+    try:
+        found, tokens_per_s = expected(config, work)
+    except ConfigError as error:
+        yield f"not estimated: {error}"
+        return
+    yield f"{found.step_s:.3g} s a step, {tokens_per_s:.4g} tokens/s ({LABEL}); it waits for {found.limit}"
+    yield f"training {found.train_s:.3g} s, generation {found.generate_s:.3g} s of it"

@@ -1,0 +1,69 @@
+"""Device memory by kind and the expected step, as `asyncflow check` shows them for NPUs."""
+
+import pytest
+
+from mindspeed_asyncflow import cli
+from mindspeed_asyncflow.cli import devices, preflight
+from mindspeed_asyncflow.config import parse_config
+from mindspeed_asyncflow.config.machine import assume, probe
+
+SIZED = """
+run: {platform: npu}
+model: {source: configs/models/qwen2.5-7b, dtype: bfloat16}
+cluster: {devices: 8}
+data: {max_prompt_tokens: 1024}
+trainer: {tensor_parallel: 4, sequence_parallel: true, recompute: true}
+rollout: {replicas: 4, max_new_tokens: 1024, kv_cache_mb: 8000}
+dock: {arena_mb: 256}
+workload: {prompt_mean: 110, prompt_p95: 250, answer_mean: 600, answer_p95: 1000}
+"""
+
+
+def found(*overrides, assumed=8):
+    config = parse_config(SIZED, overrides)
+    machine = assume(assumed, config.cluster, probe())
+    return {f.keys[0]: f.message for f in preflight.inspect(config, machine) if f.level == "error"}
+
+
+def test_sizes_that_fit_are_accepted():
+    assert found() == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "said"),
+    [
+        ("trainer.tensor_parallel=1 trainer.sequence_parallel=false", "trainer.micro_batch_tokens", "gradients 30.5"),
+        ("rollout.kv_cache_mb=60000", "rollout.kv_cache_mb", "kv cache 62.9"),
+        ("cluster.memory_gb=20", "rollout.kv_cache_mb", "has 18.0 GB to use"),
+        ("cluster.devices=7", "cluster.devices", "is 7, and 8 NPUs are wanted"),
+    ],
+)
+def test_what_a_device_or_the_cluster_does_not_hold_is_refused_by_kind(override, key, said):
+    assert said in found(*override.split())[key]
+
+
+def test_the_expected_step_follows_the_slower_side():
+    slow, fast = (parse_config(SIZED, [f"rollout.replicas={n}"]) for n in (1, 4))
+    work = preflight.device_work(fast, assume(8, fast.cluster, probe()), [])
+    (few, few_tokens), (many, many_tokens) = devices.expected(slow, work), devices.expected(fast, work)
+    assert few.limit == "generation" and few.step_s > 1.2 * many.step_s > 1.2 * many.train_s
+    assert many_tokens == pytest.approx(few_tokens * few.step_s / many.step_s)
+
+
+def test_a_critic_is_not_priced_and_that_is_said():
+    config = parse_config(SIZED, ["algorithm.advantage=gae"])
+    work = preflight.device_work(config, assume(12, config.cluster, probe()), [])
+    assert next(devices.expected_lines(config, work)).startswith("not estimated: algorithm.advantage")
+
+
+def test_on_a_cpu_nothing_is_said_of_devices(capsys):
+    assert cli.main(["check", "configs/qwen_tiny_cpu.yaml"]) == 0
+    assert "== device memory" not in capsys.readouterr().out
+
+
+def test_figures_of_npus_carry_their_label(capsys, tmp_path):
+    path = tmp_path / "sized.yaml"
+    path.write_text(SIZED)
+    assert cli.main(["check", str(path), "--platform", "npu", "--assume-devices", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "simulated, not run on NPUs" in out and "a rollout rank, of 57.6 usable" in out
