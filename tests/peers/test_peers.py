@@ -26,7 +26,7 @@ pytestmark = [
 def differences(module: str) -> dict[str, float]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [PYTHON, "-m", module], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [PYTHON, "-m", module], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
