@@ -2,25 +2,42 @@
 # Trains a Qwen policy with asynchronous GRPO, from nothing: sets up what is missing, then runs.
 #
 #   bash scripts/launch_qwen_grpo.sh [--config FILE] [--set section.key=value]... [arguments of `asyncflow train`]
+#   bash scripts/launch_qwen_grpo.sh --hosts FILE [options below] [--config FILE] [--set section.key=value]...
 #
 # With NPUs it runs in the Ascend environment on them; without any it runs the embedded CPU configuration, the same
 # program on gloo and host memory. Examples:
 #   bash scripts/launch_qwen_grpo.sh
 #   bash scripts/launch_qwen_grpo.sh --set trainer.steps=5 --set run.seed=1
 #   bash scripts/launch_qwen_grpo.sh --config configs/debug/tp2_pp2_two_replicas.yaml
-# Results are in runs/latest. Exit status: 0 done, 1 the run failed, 2 wrong settings, 130 interrupted.
+#   bash scripts/launch_qwen_grpo.sh --hosts hosts.txt --config my.yaml
+# Results are in runs/latest. Exit status: 0 done, 1 the run failed, 2 wrong settings or hosts, 130 interrupted.
+#   --platform cpu|npu  do not look for NPUs; also the run's run.platform
+#   --ray-address A     join the Ray cluster at A instead of starting one
+#   --hosts FILE        run on several hosts: starts Ray on each, a dock pair on each, and stops everything in the end.
+#                       A line per host: `name [slots=DEVICES] [superpod=NAME] [address=IP]`, the first one leads.
+#                       Project, Python and run folder must lie at the same place on all of them.
+#   with --hosts: --launcher CMD (default ssh), --python FILE, --ray-port N, --worker-ports MIN-MAX, --no-check,
+#                 --connect-timeout S, --start-timeout S, --silence-timeout S; --hosts FILE --help explains them
 #   ASYNCFLOW_PYTHON  on NPUs: the Python that has torch_npu (default: python3)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-config=""
+config="" hosts="" platform=auto
 passed=()
 while (($#)); do
     case $1 in
-        -h | --help) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-        --config | --set)
+        -h | --help)
+            [[ -z $hosts ]] || { passed+=(--help); shift; continue; }
+            sed -n '2,21s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        --config | --set | --hosts | --platform | --ray-address)
             (($# >= 2)) || { echo "$1 needs a value" >&2; exit 2; }
-            if [[ $1 == --config ]]; then config=$2; else passed+=(--set "$2"); fi
+            case $1 in
+                --config) config=$2 ;;
+                --hosts) hosts=$(realpath -m "$2") ;;
+                --platform) platform=$2 ;;
+                --ray-address) export RAY_ADDRESS=$2 ;;
+                --set) passed+=(--set "$2") ;;
+            esac
             shift 2 ;;
         --config=*) config=${1#*=}; shift ;;
         # From where the user stands; the program runs in the project.
@@ -31,6 +48,15 @@ while (($#)); do
         *) passed+=("$1"); shift ;;
     esac
 done
+case $platform in
+    auto) ;;
+    cpu | npu) passed+=(--set "run.platform=$platform") ;;
+    *) echo "--platform $platform: expected auto, cpu or npu" >&2; exit 2 ;;
+esac
+if [[ -n $hosts && -n ${RAY_ADDRESS:-} ]]; then
+    echo "--hosts starts a Ray cluster, and --ray-address or RAY_ADDRESS=$RAY_ADDRESS joins one: give one of them" >&2
+    exit 2
+fi
 if [[ -n $config ]]; then
     # Named from where the user stands, or from the project.
     [[ -e $config ]] || config=$root/$config
@@ -39,13 +65,14 @@ if [[ -n $config ]]; then
 fi
 
 has_npus() {
+    [[ $platform == auto ]] || { [[ $platform == npu ]]; return; }
     compgen -G '/dev/davinci[0-9]*' >/dev/null && return 0
     command -v npu-smi >/dev/null && npu-smi info >/dev/null 2>&1
 }
 
 if has_npus; then
     python=${ASYNCFLOW_PYTHON:-python3}
-    "$python" -c 'import torch, torch_npu; assert torch_npu.npu.is_available()' || {
+    [[ -n $hosts ]] || "$python" -c 'import torch, torch_npu; assert torch_npu.npu.is_available()' || {
         echo "NPUs are present, but $python cannot use them through torch_npu (the lines above say why)." >&2
         echo "Load CANN's set_env.sh, and install: $python -m pip install -e '$root[npu-train]';" >&2
         echo "then bash scripts/install_mindspeed.sh $python, and vllm-ascend for the same torch." >&2
@@ -67,4 +94,8 @@ fi
 cd "$root"
 # One thread per process, and no spinning while it waits: several processes share few cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+if [[ -n $hosts ]]; then
+    exec "$python" -m mindspeed_asyncflow.service.superpod \
+        --hosts "$hosts" --config "${config:-$default}" ${passed[@]+"${passed[@]}"}
+fi
 exec "$python" -m mindspeed_asyncflow train "${config:-$default}" ${passed[@]+"${passed[@]}"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +23,20 @@ class RunFolder:
 
         Raises `PlatformError` naming `run.folder` where this cannot be written.
         """
+        return cls._new(base, name, lambda folder: folder._furnish(config_yaml))
+
+    @classmethod
+    def reserve(cls, base: Path | str, name: str) -> RunFolder:
+        """As `create`, for a launcher: the run comes later with `create_at`, and finds only `logs` in it."""
+        return cls._new(base, name, lambda folder: folder.logs.mkdir())
+
+    @classmethod
+    def _new(cls, base: Path | str, name: str, fill: Callable[[RunFolder], None]) -> RunFolder:
         base = Path(base)
         try:
             base.mkdir(parents=True, exist_ok=True)
             folder = cls(_unique(base, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
-            folder._furnish(config_yaml)
+            fill(folder)
             _point_latest(base, folder.path.name)
         except OSError as error:
             raise PlatformError(
@@ -37,14 +47,14 @@ class RunFolder:
 
     @classmethod
     def create_at(cls, path: Path | str, config_yaml: str) -> RunFolder:
-        """Make exactly `path`, new or empty, without a `latest`.
+        """Make exactly `path`, new or empty but for `logs`, without a `latest`.
 
         Raises `ConfigError` where it holds something or is a file, `PlatformError` where it cannot be written.
         """
         path = Path(path).absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
+            if any(found != cls(path).logs for found in path.iterdir()):
                 raise ConfigError(f"{path} is not empty; give a new folder for the results of this run")
             folder = cls(path)
             folder._furnish(config_yaml)
@@ -119,6 +129,11 @@ class RunFolder:
     def dock(self) -> Path:
         """Addresses and secret of the dock while the run is on, readable by its owner only."""
         return self.path / "dock.json"
+
+    @property
+    def logs(self) -> Path:
+        """Of a launch over several hosts: a file for each, and the host file with what the hosts said of themselves."""
+        return self.path / "logs"
 
     @property
     def log(self) -> Path:

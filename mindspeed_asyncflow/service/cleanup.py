@@ -34,17 +34,21 @@ def scratch_prefix() -> str:
 
 
 def remove_stale(folder: Path) -> list[str]:
-    """Delete what drivers that are dead left in `folder`; returns the names."""
-    removed = []
+    """Delete what drivers that are dead left in `folder`; returns the names. A file that a process has mapped is not
+    left: its driver lives on another node."""
+    dead = []
     for path in folder.glob("asyncflow-*"):
         owner = _NAME.match(path.name)
         if owner and not psutil.pid_exists(int(owner[1])):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-            removed.append(path.name)
-    return removed
+            dead.append(path)
+    mapped = shared_files(list(psutil.process_iter())) if dead else set()
+    removed = [path for path in dead if path not in mapped]
+    for path in removed:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return [path.name for path in removed]
 
 
 def remove_own_shm() -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.platforms.topology import Node, cluster_nodes, declared_hosts
 from mindspeed_asyncflow.service.cleanup import scratch_prefix
-from mindspeed_asyncflow.service.surroundings import OBJECT_STORE_BYTES, worker_environment, worth_telling
+from mindspeed_asyncflow.service.inherited import OBJECT_STORE_BYTES, worker_environment, worth_telling
 
 DEVICE = "NPU"  # Ray's resource name; on the CPU platform the same name is declared by us
 
@@ -56,6 +57,17 @@ def check_feasible(wanted: Sequence[Demand], available: Mapping[str, float]) -> 
     raise PlatformError(f"the run wants {total} {DEVICE}s, the cluster has {have}; lower these settings:{rows}")
 
 
+def no_ray(error: Exception, waited_s: float, address: str) -> str:
+    """In words that Ray could not be started, or joined at `address`."""
+    what = f"Ray at {address} (RAY_ADDRESS) cannot be joined" if address else "Ray did not start"
+    turn = (
+        "is it running, and is this machine one of its nodes?"
+        if address
+        else ("free the machine, or give its daemons longer: RAY_raylet_start_wait_time_s=SECONDS in the environment")
+    )
+    return f"{what} ({type(error).__name__} after {waited_s:.0f} s: {str(error).strip()}); {turn}"
+
+
 def nodes() -> list[Node]:
     """Nodes of the cluster that this process is connected to, in the order in which processes fill them."""
     return cluster_nodes(ray.nodes(), DEVICE, declared_hosts(os.environ))
@@ -79,10 +91,14 @@ class Cluster:
     def start(self) -> None:
         """Environment of all workers first: they inherit it from here."""
         os.environ.update(worker_environment(os.environ))
-        if self.folder is None:
-            ray.init(log_to_driver=False, logging_level=logging.WARNING)
-        else:
-            self._start_private()
+        began = time.monotonic()
+        try:
+            if self.folder is None:
+                ray.init(log_to_driver=False, logging_level=logging.WARNING)
+            else:
+                self._start_private()
+        except Exception as error:  # boundary: Ray raises bare exceptions for what its daemons do
+            raise PlatformError(no_ray(error, time.monotonic() - began, os.environ.get("RAY_ADDRESS", ""))) from error
         check_feasible(self.wanted, ray.cluster_resources())
 
     def _start_private(self) -> None:

@@ -3,6 +3,7 @@
 Waits for the end of its standard input. The word "clean" before it means that the driver has cleaned up itself.
 """
 
+import contextlib
 import glob
 import os
 import shutil
@@ -40,23 +41,36 @@ def _belongs(pid: str, mark: str, scratch: str) -> bool:
     return False
 
 
+def shared_files(pid: int) -> set[str]:
+    """Files in shared memory that the process has mapped."""
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+            paths = {line.rstrip("\n").partition("/dev/shm/")[2] for line in file}
+    except OSError:  # gone
+        return set()
+    return {f"/dev/shm/{path}" for path in paths if path and not path.endswith(" (deleted)")}
+
+
 def main() -> None:
     mark, driver, scratch = sys.argv[1:4]
     if sys.stdin.buffer.read() == b"clean":
         return
+    shared = {file for pid in processes_of(mark, scratch) for file in shared_files(pid)}
     time.sleep(GRACE_S)
     for _ in range(ROUNDS):  # a process may start another one while we look
         left = processes_of(mark, scratch)
         if not left:
             break
         for pid in left:
+            shared |= shared_files(pid)
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         time.sleep(0.1)
-    for path in glob.glob(f"/dev/shm/asyncflow-{driver}-*"):
-        os.unlink(path)
+    for path in {*glob.glob(f"/dev/shm/asyncflow-{driver}-*"), *shared}:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
 

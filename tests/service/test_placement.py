@@ -2,7 +2,9 @@ import pytest
 
 from mindspeed_asyncflow.config.schema import AlgorithmConfig, Config
 from mindspeed_asyncflow.errors import PlatformError
-from mindspeed_asyncflow.service.placement import check_feasible, demands, worth_telling
+from mindspeed_asyncflow.service import placement
+from mindspeed_asyncflow.service.inherited import worth_telling
+from mindspeed_asyncflow.service.placement import Cluster, check_feasible, demands
 
 
 def config(trainers, replicas, rollout_tp=1):
@@ -44,3 +46,25 @@ def test_of_a_dead_workers_output_only_what_not_every_worker_writes_is_told():
 """
     assert worth_telling(noise) == []
     assert worth_telling(noise + "\x1b[33mterminate called\x1b[0m: bad_alloc\n\n") == ["terminate called: bad_alloc"]
+
+
+def failing_init(*args, **kwargs):
+    raise RuntimeError("The current node timed out during startup.")
+
+
+def test_a_ray_that_does_not_start_is_an_error_with_its_reason_and_what_to_turn(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(placement.ray, "init", failing_init)
+    cluster = Cluster(config(1, 1), "cpu")
+    cluster.folder = tmp_path
+    with pytest.raises(
+        PlatformError, match=r"Ray did not start \(RuntimeError after \d+ s: The current node timed out"
+    ):
+        cluster.start()
+
+
+def test_a_running_ray_that_cannot_be_joined_is_named(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(placement.ray, "init", failing_init)
+    with pytest.raises(PlatformError, match=r"Ray at 10\.0\.0\.1:6379 \(RAY_ADDRESS\) cannot be joined"):
+        Cluster(config(1, 1), "cpu").start()
