@@ -209,9 +209,8 @@ def _replica_node(config: Config, machine: Machine) -> Iterator[Raw]:
 
 
 def _cache(config: Config, model: ModelShape) -> Iterator[Raw]:
-    longest, tensor = config.data.max_prompt_tokens + config.rollout.max_new_tokens, config.rollout.tensor_parallel
-    cut = 1 if model.latent is not None else min(tensor, model.kv_heads)  # beyond it ranks hold the same
-    per_token = model.layers * model.cached_per_token * DTYPE_BYTES[config.model.dtype] * tensor // cut
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    per_token = model.layers * model.cached_per_token * DTYPE_BYTES[config.model.dtype]
     if longest * per_token > config.rollout.kv_cache_mb * MIB:
         yield (
             "error",

@@ -11,6 +11,7 @@ from mindspeed_asyncflow.config.algorithm import AlgorithmConfig, CorrectionConf
 from mindspeed_asyncflow.config.ascend_rollout import AscendRolloutConfig
 from mindspeed_asyncflow.config.cluster import ClusterConfig, SimulationConfig, WorkloadConfig
 from mindspeed_asyncflow.config.intake import DataConfig, EvaluationConfig, RewardConfig, TurnsConfig
+from mindspeed_asyncflow.config.mindspeed import MindSpeedConfig
 from mindspeed_asyncflow.config.placement import PlacementConfig
 from mindspeed_asyncflow.config.section import Section
 
@@ -64,6 +65,7 @@ class TrainerConfig(Section):
     max_bad_steps: int = Field(3, ge=1, description="Steps in a row with a non-finite gradient that stop the run.")
     threads: int = Field(1, ge=1, description="CPU threads of each trainer rank.")
     save_every: int | None = Field(None, ge=1, description="Checkpoint interval in steps; always one at the end.")
+    mindspeed: MindSpeedConfig = MindSpeedConfig()
 
     @property
     def world_size(self) -> int:
@@ -86,7 +88,9 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="Must be 1 in training: log-probs would not match otherwise.")
     top_k: int = Field(-1, ge=-1, description="Must be -1 (off) in training.")
     max_running: int = Field(256, ge=1, description="Answers generated at the same time by one replica.")
-    kv_cache_mb: int = Field(64, ge=1, description="Key/value cache of one replica in MiB.")
+    kv_cache_mb: int = Field(
+        64, ge=1, description="Key/value cache of one replica in MiB; what several tensor ranks hold alike counts once."
+    )
     timeout_s: float = Field(120.0, gt=0, description="Deadline of one generation batch.")
     threads: int = Field(1, ge=1, description="CPU threads of each replica.")
     ascend: AscendRolloutConfig = AscendRolloutConfig()

@@ -218,7 +218,7 @@ class Candidates:
         per_token = memory.cache_bytes_per_token(config, self.work)
         longest = self.config.data.max_prompt_tokens + r.max_new_tokens
         rest = memory.rollout_bytes(config, self.work)
-        free = (self.usable - sum(rest.values())) * tensor
+        free = (self.usable - sum(rest.values())) * self.work.cache_cut(tensor)
         # An answer holds on average its prompt and half of itself, longer ones for longer; a fifth is left for crowds.
         held = 1.2 * (w.prompt.mean + 0.5 * w.answer.biased_mean)
         running = min(wanted, int(free / (held * per_token))) if free > 0 else 0

@@ -96,7 +96,7 @@ def rollout_bytes(config: Config, work: Work) -> dict[str, float]:
     prefill = config.data.max_prompt_tokens * min(r.max_running, 8)  # of one prefill batch
     return {
         WEIGHTS: weights,
-        CACHE: r.kv_cache_mb * MIB / r.tensor_parallel,
+        CACHE: r.kv_cache_mb * MIB / work.cache_cut(r.tensor_parallel),
         ACTIVATIONS: prefill * work.layer_activations * width / r.tensor_parallel
         + r.max_running * shape.vocab * 4 / r.tensor_parallel,
         BUCKET: bucket_bytes(weights),
@@ -104,6 +104,5 @@ def rollout_bytes(config: Config, work: Work) -> dict[str, float]:
 
 
 def cache_bytes_per_token(config: Config, work: Work) -> float:
-    """Of a whole replica: where tensor ranks repeat the cache, each repetition counts."""
-    r = config.rollout
-    return work.cached * WIDTH[config.model.dtype] * r.tensor_parallel / work.cache_cut(r.tensor_parallel)
+    """Of a whole replica, as `rollout.kv_cache_mb` counts it: what several tensor ranks hold alike counts once."""
+    return work.cached * WIDTH[config.model.dtype]

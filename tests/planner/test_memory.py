@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_asyncflow.planner import memory
 from mindspeed_asyncflow.planner.memory import MIB, rollout_bytes, trainer_bytes
-from tests.planner.models import MOE, QWEN_7B, configuration, work
+from tests.planner.models import DEEPSEEK, MOE, QWEN_7B, configuration, work
 
 QWEN = work(QWEN_7B)
 
@@ -82,6 +82,11 @@ def test_a_replica_cuts_its_cache_by_heads():
     kinds = rollout_bytes(configuration("rollout.tensor_parallel=2", "rollout.kv_cache_mb=1000"), QWEN)
     assert kinds[memory.CACHE] == 500 * MIB
     assert kinds[memory.WEIGHTS] == QWEN.parameters
-    per_token = 28 * 2 * 4 * 128 * 2
-    sizes = [memory.cache_bytes_per_token(configuration(f"rollout.tensor_parallel={t}"), QWEN) for t in (1, 4, 8)]
-    assert sizes == [per_token, per_token, 2 * per_token]  # 8 ranks hold 4 heads twice
+    eight = rollout_bytes(configuration("rollout.tensor_parallel=8", "rollout.kv_cache_mb=1000"), QWEN)
+    assert eight[memory.CACHE] == 250 * MIB  # 8 ranks hold 4 heads twice
+    assert memory.cache_bytes_per_token(configuration(), QWEN) == 28 * 2 * 4 * 128 * 2
+
+
+def test_every_tensor_rank_holds_a_latent_cache_whole():
+    kinds = rollout_bytes(configuration("rollout.tensor_parallel=4", "rollout.kv_cache_mb=1000"), work(DEEPSEEK))
+    assert kinds[memory.CACHE] == 1000 * MIB
