@@ -1,4 +1,5 @@
-"""A transformers causal language model on the host whose weights can be replaced in place from the relay."""
+"""A transformers causal language model whose weights can be replaced in place. Ids come from the host and logits go
+there, whichever device it computes on."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|
 
 
 class HostModel:
-    """The model of `folder` in `dtype` (torch name), for inference. All its tensors have storages in `memory`.
+    """The model of `folder` in `dtype` (torch name), for inference. All its tensors have storages in `memory`, and it
+    computes on the device of these.
 
     Embeddings may have more rows than the vocabulary (padding): the rows behind its end are never looked at.
     """
@@ -30,6 +32,7 @@ class HostModel:
     def __init__(self, folder: str, dtype: str, memory: DeviceMemory) -> None:
         self.weights = read_folder(folder)
         model = _read_model(folder, dtype, self.weights.embedding_rows)
+        self._device = memory.platform.device()
         self._model = model.eval().requires_grad_(False)
         # transformers 5.2x renamed the argument and warns at every call with the old name.
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -54,23 +57,23 @@ class HostModel:
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, *, cache: Any = None, keep: int = 0) -> torch.Tensor:
         """[B, keep, V] logits of the last `keep` positions (all, if 0) of left-padded `ids` [B, T]; V: the vocabulary.
 
-        `mask` [B, T + cached] is 1 on real tokens; positions count real tokens only.
+        `mask` [B, T + cached] is 1 on real tokens; positions count real tokens only. All three are on the host.
         """
         positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
         output = self._model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
+            input_ids=ids.to(self._device),
+            attention_mask=mask.to(self._device),
+            position_ids=positions.to(self._device),
             use_cache=cache is not None,
             logits_to_keep=keep,
             **{self._cache_name: cache},
         )
         self._account(cache)
-        return output.logits[..., : self.weights.vocab_size]
+        return output.logits[..., : self.weights.vocab_size].to("cpu")
 
     def select(self, cache: Any, rows: torch.Tensor) -> None:
         """Keep these `rows` [R] of a cache."""
-        cache.batch_select_indices(rows)
+        cache.batch_select_indices(rows.to(self._device))
         self._account(cache)
 
     def _account(self, cache: Any) -> None:

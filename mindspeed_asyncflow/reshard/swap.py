@@ -72,6 +72,11 @@ class HostSwap:
         """Something has left the device, or is about to."""
         return bool(self._blocks)
 
+    @property
+    def bytes_out(self) -> int:
+        """Device bytes that are wanted to bring everything back."""
+        return sum(block.nbytes for block in self._blocks if block.out)
+
     def start_out(
         self,
         tensors: Mapping[str, Sequence[torch.Tensor]],

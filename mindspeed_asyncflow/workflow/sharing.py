@@ -38,6 +38,7 @@ from mindspeed_asyncflow.workflow.workers import Question, RolloutReport, Rollou
 
 TRAIN_KINDS = (TRAIN_WEIGHTS, GRADIENTS, OPTIMIZER)
 GENERATION_KINDS = (GENERATION_WEIGHTS, KV_CACHE)
+MIB = 1 << 20
 
 
 class SharedDevice(Protocol):
@@ -61,6 +62,15 @@ class SwappedDevice:
         self._swap.out(self.engine.train_state())
 
     def take_back(self) -> None:
+        """Raises `PlatformError` where the replica has left too little of the device: its sleep freed less than it
+        said."""
+        wanted, unclaimed = self._swap.bytes_out, self.memory.platform.unclaimed_bytes()
+        if unclaimed is not None and unclaimed + self.memory.free_bytes < wanted:
+            room = unclaimed + self.memory.free_bytes
+            raise PlatformError(
+                f"train state of {wanted / MIB:.0f} MiB finds {room / MIB:.0f} MiB free on its device, although the "
+                "replica there sleeps: it keeps buffers of its groups, captured graphs, or a pool that frees nothing"
+            )
         self._swap.back()
 
 
