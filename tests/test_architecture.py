@@ -29,7 +29,7 @@ LAYER = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
 # Library -> the only places that may import it, also inside functions.
 ROOMS = {
     "torch_npu": ("platforms/npu.py",),
-    "mindspeed": ("platforms/npu.py",),
+    "mindspeed": ("platforms/mindspeed.py",),
     "megatron": ("engines/megatron/", "patches/", "platforms/"),
     "mbridge": ("engines/megatron/", "patches/"),
     "vllm": ("engines/vllm/", "patches/"),
@@ -37,6 +37,8 @@ ROOMS = {
     "ray": ("service/",),
     "transformers": ("data/", "engines/"),
     "reasoning_gym": ("data/",),
+    "cann_kernels": ("platforms/",),
+    "triton": (),
     "torch": ("algorithms/", "data/", "engines/", "patches/", "platforms/", "reshard/"),
 }
 ENVIRONMENT_READERS = ("platforms/", "cli/", "engines/vllm/", "service/")

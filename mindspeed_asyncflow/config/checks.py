@@ -11,6 +11,7 @@ from mindspeed_asyncflow.config import (
     feasibility,
     host_memory,
     learning,
+    mindspeed,
     rules_critic,
     rules_data,
     rules_evaluation,
@@ -43,7 +44,7 @@ def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = No
     rules = (
         *(learning.rules, rules_critic.rules, _batches, rules_data.rules),
         *(_rollout, _trainer, schedules.rules, rules_turns.rules, rules_evaluation.rules),
-        rules_unused.rules,
+        *(rules_unused.rules, mindspeed.rules),
     )
     found = [Finding(*f) for rule in rules for f in rule(config)]
     shape = None

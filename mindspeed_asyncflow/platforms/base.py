@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mindspeed_asyncflow.config.mindspeed import MindSpeedConfig
 from mindspeed_asyncflow.errors import PlatformError
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ class Platform(Protocol):
 
     def prepare_trainer(self, threads: int) -> None:
         """First call in a trainer process, before megatron is imported. Raises `PlatformError` when too late."""
+        ...
+
+    def apply_features(self, settings: MindSpeedConfig) -> None:
+        """After `prepare_trainer`, before a model is built: what the run wants of the libraries of this platform."""
         ...
 
     def device(self, physical_id: int | None = None) -> torch.device:

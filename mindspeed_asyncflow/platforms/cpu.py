@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from mindspeed_asyncflow.config.mindspeed import MindSpeedConfig
 from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.platforms.cpu_pages import PagePool
 
@@ -52,6 +53,9 @@ class CpuPlatform:
         torch.set_num_threads(threads)
         _keep_freed_memory()
         cpu_shims.apply()
+
+    def apply_features(self, settings: MindSpeedConfig) -> None:
+        """None of them is about the CPU; `config/mindspeed.py` says so to those who set them."""
 
     def device(self, physical_id: int | None = None) -> Any:
         import torch

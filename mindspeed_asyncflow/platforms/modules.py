@@ -6,6 +6,7 @@ Import after `Platform.prepare_trainer`: this file imports megatron.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,6 +163,7 @@ class CoreAttention(MegatronModule):
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp = config.context_parallel_size
         self.rotates = not config.multi_latent_attention  # there only a part of each head is rotated, before
+        self.swaps = False
 
     def forward(
         self,
@@ -176,6 +178,20 @@ class CoreAttention(MegatronModule):
         layout, cos, sin = (getattr(packed_seq_params, name, None) for name in ("layout", "cos", "sin"))
         if layout is None or cos is None or sin is None:
             raise TypeError("CoreAttention takes packed samples: pass PackedBatch.make(...) as packed_seq_params")
+        if not self.swaps:
+            return self._attend(query, key, value, layout, cos, sin)
+        with torch.autograd.graph.saved_tensors_hooks(_to_host, _to_device):
+            return self._attend(query, key, value, layout, cos, sin)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PackedLayout,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
         q, k, v = (t.squeeze(1) for t in (query, key, value))
         if self.rotates:
             q, k = (kernels.rotary(t, cos, sin) for t in (q, k))
@@ -189,6 +205,27 @@ class CoreAttention(MegatronModule):
         out = kernels.attention_packed(q, k, v, layout, self.scale)
         out = heads_to_tokens(out.view(out.shape[0], q.shape[1], v.shape[2]), group, self.cp)
         return out.reshape(out.shape[0], 1, -1)
+
+
+def swap_attention(chunks: Sequence[torch.nn.Module], on: bool) -> None:
+    """Whether what attention keeps for the backward pass waits in pinned host memory. Nothing changes on a CPU."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, CoreAttention):
+                module.swaps = on
+
+
+def _to_host(tensor: torch.Tensor) -> Any:
+    # masks and indices are shared by all layers
+    if tensor.device.type == "cpu" or not tensor.is_floating_point():
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    # both copies are in order with the operators of this stream
+    return tensor.device, host.copy_(tensor, non_blocking=True)
+
+
+def _to_device(kept: Any) -> torch.Tensor:
+    return kept if isinstance(kept, torch.Tensor) else kept[1].to(kept[0], non_blocking=True)
 
 
 def layer_spec(config: Any, vp_stage: int | None) -> Any:

@@ -13,11 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mindspeed_asyncflow.config.mindspeed import MindSpeedConfig
 from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.platforms import mindspeed
 from mindspeed_asyncflow.platforms.communicators import buffer_limit_mb, buffer_mb_for, communicator_bytes
 from mindspeed_asyncflow.platforms.devices import logical_device
 
 VISIBLE_ENV = "ASCEND_RT_VISIBLE_DEVICES"
+
+_prepared = False  # this process is a trainer
 
 
 def device_count() -> int:
@@ -36,23 +40,29 @@ class NpuPlatform:
     visible_env = VISIBLE_ENV
 
     def prepare_trainer(self, threads: int) -> None:
-        """torch_npu, then MindSpeed's adaptor (which parses sys.argv, so that is emptied around it), then megatron."""
-        if any(name.startswith("megatron.core") for name in sys.modules):
-            raise PlatformError("the NPU platform must be prepared before megatron.core is imported in this process")
+        """torch_npu, then MindSpeed, which brings in megatron."""
+        global _prepared
         import torch
 
         torch.set_num_threads(threads)
+        if _prepared:
+            return
+        if any(name.startswith("megatron.core") for name in sys.modules):
+            raise PlatformError("the NPU platform must be prepared before megatron.core is imported in this process")
         try:
             importlib.import_module("torch_npu")
         except ImportError as error:
             raise PlatformError(f"torch_npu cannot be loaded ({error}): source CANN's set_env.sh first") from error
-        argv, sys.argv = sys.argv, sys.argv[:1]
-        try:
-            importlib.import_module("mindspeed.megatron_adaptor")
-        except ImportError as error:
-            raise PlatformError(f"MindSpeed cannot be loaded ({error}): bash scripts/install_mindspeed.sh") from error
-        finally:
-            sys.argv = argv
+        # storages are resized, which the runtime refuses for its internal formats
+        torch.npu.config.allow_internal_format = False  # type: ignore[attr-defined]
+        mindspeed.load()
+        _prepared = True
+
+    def apply_features(self, settings: MindSpeedConfig) -> None:
+        from mindspeed_asyncflow.platforms import kernels
+
+        kernels.use_torch_for(function for function, fused in mindspeed.operators(settings).items() if not fused)
+        mindspeed.apply(mindspeed.arguments(settings))
 
     def device(self, physical_id: int | None = None) -> Any:
         import torch
@@ -118,7 +128,13 @@ class NpuPlatform:
 
     def transformer_overrides(self) -> dict[str, Any]:
         # the local layer spec with our own norm and attention modules calls the NPU operators itself
-        return {"gradient_accumulation_fusion": False, "masked_softmax_fusion": False, "persist_layer_norm": False}
+        return {
+            "gradient_accumulation_fusion": False,
+            "masked_softmax_fusion": False,
+            "persist_layer_norm": False,
+            # the grouped module joins all experts of a rank in one weight: other names than everywhere else
+            "moe_grouped_gemm": False,
+        }
 
     def check_transformer_config(self, config: Any) -> None:
         """Every field that megatron accepts is computed rightly here."""

@@ -33,6 +33,7 @@ from mindspeed_asyncflow.engines.megatron.export import plan_export
 from mindspeed_asyncflow.engines.megatron.feed import RankBatch, make_rank_batches
 from mindspeed_asyncflow.engines.megatron.optim import GradientStep, make_optimizer, wrap_data_parallel
 from mindspeed_asyncflow.engines.megatron.state import Leftovers, state_by_kind
+from mindspeed_asyncflow.platforms import modules
 from mindspeed_asyncflow.platforms.ports import HeldPort
 from mindspeed_asyncflow.records import MicroBatch, OptimReport
 
@@ -70,6 +71,7 @@ class MegatronEngine(abc.ABC):
         check_parallel(self.model, trainer)
         self.model_folder, self.trainer, self.loss_fn = model_folder, trainer, loss_fn
         self.platform = bootstrap(platform, trainer.threads)
+        self.platform.apply_features(trainer.mindspeed)
         self.device = self.platform.device()
         self._joined = world.join_world(
             self.platform,
@@ -91,6 +93,7 @@ class MegatronEngine(abc.ABC):
             wrapped = self.bridge.get_model(bf16=torch_dtype == torch.bfloat16)
         self.bridge.load_weights(wrapped, model_folder)
         self.chunks = [getattr(m, "module", m) for m in wrapped]  # the models below the bf16 wrapper
+        modules.swap_attention(self.chunks, trainer.mindspeed.swap_attention)
         self._loaded()
         self.models = wrap_data_parallel(self.config, trainer, wrapped)
         self.step = GradientStep(trainer, self.models, make_optimizer(trainer, torch_dtype, self.models))

@@ -19,6 +19,9 @@ from mindspeed_asyncflow.errors import DataError
 from mindspeed_asyncflow.platforms.base import Platform
 from mindspeed_asyncflow.platforms.modules import layer_spec
 
+# parts of a layer, as settings and as megatron call them
+RECOMPUTED = {"attention": "core_attn", "mlp": "mlp", "experts": "moe"}
+
 
 def transformer_settings(trainer: TrainerConfig, platform: Platform) -> dict[str, Any]:
     """megatron `TransformerConfig` fields that follow from our settings rather than from the model."""
@@ -34,6 +37,9 @@ def transformer_settings(trainer: TrainerConfig, platform: Platform) -> dict[str
     }
     if trainer.recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif trainer.mindspeed.recompute:
+        parts = [RECOMPUTED[part] for part in trainer.mindspeed.recompute]
+        settings |= {"recompute_granularity": "selective", "recompute_modules": parts}
     if trainer.virtual_pipeline:
         settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if trainer.pipeline_layers is not None:

@@ -1,0 +1,150 @@
+"""What MindSpeed does in a trainer on NPUs: fused operators, memory for time, and arguments of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from mindspeed_asyncflow.config.section import Section
+
+if TYPE_CHECKING:
+    from mindspeed_asyncflow.config.schema import Config
+
+Raw = tuple[Literal["error", "warning"], tuple[str, ...], str]
+KEY = "trainer.mindspeed"
+
+# Arguments of MindSpeed that are a setting here, and the setting.
+NAMED = {
+    "use_fused_rmsnorm": f"{KEY}.fused_rmsnorm",
+    "use_fused_swiglu": f"{KEY}.fused_swiglu",
+    "use_fused_rotary_pos_emb": f"{KEY}.fused_rope",
+    "use_flash_attn": f"{KEY}.flash_attention",
+    "swap_attention": f"{KEY}.swap_attention",
+    "swap_modules": f"{KEY}.swap_attention",
+    "context_parallel_algo": f"{KEY}.context_parallel",
+    "moe_alltoall_overlap_comm": f"{KEY}.moe_overlap",
+    "moe_allgather_overlap_comm": f"{KEY}.moe_overlap",
+    "moe_fb_overlap": f"{KEY}.moe_overlap",
+    "reuse_fp32_param": f"{KEY}.reuse_fp32_param",
+}
+_TREE = "it imports megatron.training, which is in Megatron-LM's source tree and not in the megatron-core package"
+_NAMES = "it changes the modules whose weights checkpoints and weight updates know by name"
+
+_MLP = "dense layers have an MLP of our own; trainer.mindspeed.recompute computes it again as a whole"
+_LINEAR = "it takes the place of linear layers that megatron's local layer specification does not use"
+
+# Arguments of MindSpeed that cannot work with this trainer, and why.
+REFUSED = {
+    "smart_swap": _TREE,
+    "swap_optimizer": "swaps and checkpoints of this trainer look for the state of the optimizer on the device",
+    "virtual_optimizer": _TREE,
+    "ema_decay": _TREE,
+    "layerzero": _TREE,
+    "quant_states": _TREE,
+    "quant_grads": _TREE,
+    "balanced_moe_experts": _TREE,
+    "hccl_group_buffer": f"{_TREE}; the variable HCCL_BUFFSIZE sets the buffers",
+    "hccl_group_buffer_adaptive": f"{_TREE}; the variable HCCL_BUFFSIZE sets the buffers",
+    "npu_deterministic": f"{_TREE}; the variable HCCL_DETERMINISTIC=true makes collectives deterministic",
+    "recompute_norm": "norms are our own; trainer.mindspeed.recompute names what can be computed again",
+    "recompute_activation_function": _MLP,
+    "reset_attention_mask": "samples are packed by their lengths, which core attention gets with the batch",
+    "moe_grouped_gemm": _NAMES,
+    "moe_tp_extend_ep": _NAMES,
+    "moe_zero_memory": "it needs an overlap of MoE communication, see moe_overlap",
+    "tp_2d": _NAMES,
+    "noop_layers": _NAMES,
+    "use_ascend_mc2": _LINEAR,
+    "use_ascend_coc": _LINEAR,
+    "optimizer_selection": "the state of fused_adamw is the one that checkpoints hold on every platform",
+    "transformer_impl": "layers are those of megatron's local specification, with norm and attention of our own",
+    "schedules_method": "pipelines are cut by trainer.virtual_pipeline and trainer.pipeline_layers",
+}
+
+
+class MindSpeedConfig(Section):
+    """The CPU platform has no fused operators and no device memory to spare: it takes only `recompute` from here."""
+
+    fused_rmsnorm: bool = Field(True, description="NPU: npu_rms_norm; false: the formula in torch.")
+    fused_swiglu: bool = Field(True, description="NPU: npu_swiglu; false: the formula in torch.")
+    fused_rope: bool = Field(True, description="NPU: npu_rotary_mul; false: the formula in torch.")
+    flash_attention: bool = Field(
+        True, description="NPU: npu_fusion_attention over packed samples; false: torch's attention over padded ones."
+    )
+    swap_attention: bool = Field(
+        False, description="NPU: what attention keeps for the backward pass waits in pinned host memory."
+    )
+    recompute: list[Literal["attention", "mlp", "experts"]] = Field(
+        [], description="Parts of each layer computed again in the backward pass, where trainer.recompute is too much."
+    )
+    context_parallel: Literal["ulysses", "ring"] = Field(
+        "ulysses", description="How trainer.context_parallel cuts attention; ring is refused, and why is said."
+    )
+    moe_overlap: Literal["off", "alltoall", "allgather", "forward_backward"] = Field(
+        "off", description="MoE communication beside computation; all but off are refused, and why is said."
+    )
+    reuse_fp32_param: bool = Field(
+        False, description="One memory for bf16 weights and fp32 masters; true is refused, and why is said."
+    )
+    arguments: dict[str, bool | int | float | str] = Field(
+        {}, description="Further arguments of MindSpeed, with underscores; those that cannot work here are refused."
+    )
+
+
+def rules(c: Config) -> Iterator[Raw]:
+    m, t = c.trainer.mindspeed, c.trainer
+    if m.context_parallel == "ring":
+        yield (
+            "error",
+            (f"{KEY}.context_parallel",),
+            "is ring: MindSpeed's ring attention cuts samples of one length, and samples are packed here; use ulysses",
+        )
+    if m.moe_overlap != "off":
+        yield (
+            "error",
+            (f"{KEY}.moe_overlap",),
+            f"is {m.moe_overlap}: it needs grouped experts, which join the weights of all experts of a rank under one "
+            "name: checkpoints and weight updates know each expert by its own; use off",
+        )
+    if m.reuse_fp32_param:
+        yield (
+            "error",
+            (f"{KEY}.reuse_fp32_param",),
+            f"is true: {_TREE}; set trainer.distributed_optimizer to save memory",
+        )
+    if t.recompute and m.recompute:
+        yield (
+            "error",
+            (f"{KEY}.recompute", "trainer.recompute"),
+            f"{m.recompute} are parts of what trainer.recompute computes again anyhow; set one of them",
+        )
+    if t.recompute and m.swap_attention:
+        yield (
+            "error",
+            (f"{KEY}.swap_attention", "trainer.recompute"),
+            "with trainer.recompute nothing of a layer is kept for the backward pass: there is nothing to swap",
+        )
+    if m.swap_attention and "attention" in m.recompute:
+        yield (
+            "error",
+            (f"{KEY}.swap_attention", f"{KEY}.recompute"),
+            "what is computed again is not kept: there is nothing to swap; set one of them",
+        )
+    for name in sorted(m.arguments):
+        where = (f"{KEY}.arguments",)
+        if name.startswith("-") or "-" in name:
+            yield "error", where, f"{name!r}: write {name.strip('-').replace('-', '_')!r}, without a value true"
+        elif name in NAMED:
+            yield "error", (*where, NAMED[name]), f"{name} is set by {NAMED[name]}"
+        elif name in REFUSED:
+            yield "error", where, f"{name} cannot be used: {REFUSED[name]}"
+    if c.run.platform == "cpu":
+        yield from _unused(m)
+
+
+def _unused(m: MindSpeedConfig) -> Iterator[Raw]:
+    for name, field in type(m).model_fields.items():
+        if name != "recompute" and getattr(m, name) != field.get_default(call_default_factory=True):
+            yield "warning", (f"{KEY}.{name}", "run.platform"), "has no use: the platform is cpu"
