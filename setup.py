@@ -33,7 +33,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10,<3.12",
-    packages=find_packages(include=["mindspeed_asyncflow", "mindspeed_asyncflow.*"]),
+    packages=find_packages(include=["mindspeed_asyncflow", "mindspeed_asyncflow.*", "cann_kernels"]),
     package_data={"mindspeed_asyncflow": ["**/*.txt", "**/*.yaml", "**/*.html", "**/*.json"]},
     install_requires=[
         "numpy>=1.26",  # arrays of records, dock and relay

@@ -10,13 +10,18 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 layers=(dev)
 marks="not nightly"
+kernel_tools=yes
 case ${1:-} in
-    --fast) marks="not nightly and not slow"; shift ;;
+    --fast) marks="not nightly and not slow"; kernel_tools=; shift ;;
     --nightly) marks=""; layers+=(tasks); shift ;;
     -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
 
 bash "$root/scripts/bootstrap.sh" "${layers[@]}"
+if [[ $kernel_tools ]]; then
+    bash "$root/scripts/kernel_tools.sh"
+    export ASYNCFLOW_KERNEL_TOOLS=$root/.cache/kernel-tools  # tests/cann_kernels fails instead of skipping
+fi
 cd "$root"
 # One thread per process, and no spinning while it waits: several processes share few cores.
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive

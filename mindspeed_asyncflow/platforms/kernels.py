@@ -5,28 +5,49 @@ The torch versions have hand-written backward passes where autograd's own would 
 
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
+import os
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.platforms import vocabulary_torch
 from mindspeed_asyncflow.platforms.packing import PackedLayout, SlotIndex
+
+log = logging.getLogger(__name__)
+
+KERNELS_ENV = "ASYNCFLOW_KERNELS"  # auto, or torch: never our own kernels of cann_kernels/
 
 NPU_MASK_SIDE = 2048  # npu_fusion_attention wants this fixed causal mask with sparse_mode 3
 NPU_MAX_SAMPLES = 1024  # longest list of sequence ends that it takes
 
 _npu_masks: dict[torch.device, torch.Tensor] = {}
+_calls: Counter[str] = Counter()
+_in_torch: frozenset[str] = frozenset()
 
 
-def _torch_npu(x: torch.Tensor) -> Any:
-    """torch_npu when `x` lives on an NPU, else None."""
-    return sys.modules.get("torch_npu") if x.device.type == "npu" else None
+def use_torch_for(functions: Iterable[str]) -> None:
+    """From now on these functions of this file ("rms_norm", "swiglu", "rotary", "attention_packed") are computed with
+    torch on an NPU too."""
+    global _in_torch
+    _in_torch = frozenset(functions)
+
+
+def _torch_npu(x: torch.Tensor, function: str) -> Any:
+    """torch_npu when `x` lives on an NPU and `function` is not to be computed with torch, else None."""
+    return sys.modules.get("torch_npu") if x.device.type == "npu" and function not in _in_torch else None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last dimension; statistics in fp32. x: [..., H], weight: [H]."""
-    npu = _torch_npu(x)
+    npu = _torch_npu(x, "rms_norm")
     if npu is not None:
         return npu.npu_rms_norm(x, weight, epsilon=eps)[0]
     return _RMSNorm.apply(x, weight, eps)
@@ -55,7 +76,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of x = [gate, up] along the last dimension. x: [..., 2F] -> [..., F]."""
-    npu = _torch_npu(x)
+    npu = _torch_npu(x, "swiglu")
     if npu is not None:
         return npu.npu_swiglu(x, dim=-1)
     return _Swiglu.apply(x)
@@ -81,7 +102,7 @@ class _Swiglu(torch.autograd.Function):
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the two halves of each head by the position's angles. x: [T, N, D]; cos, sin: [T, 1, D/2] fp32."""
-    npu = _torch_npu(x)
+    npu = _torch_npu(x, "rotary")
     if npu is not None:
         wide_cos, wide_sin = (torch.cat((t, t), -1)[None].to(x.dtype) for t in (cos, sin))
         return npu.npu_rotary_mul(x[None], wide_cos, wide_sin)[0]
@@ -145,7 +166,7 @@ def attention_packed(
 
     q: [T, Nq, D]; k: [T, Nkv, D]; v: [T, Nkv, Dv] with Nkv dividing Nq (grouped queries); returns [T, Nq * Dv].
     """
-    if _torch_npu(q) is not None:
+    if _torch_npu(q, "attention_packed") is not None:
         return _npu_attention_packed(q, k, v, layout, scale)
     index = layout.index
     if index is not None:
@@ -165,7 +186,7 @@ def attention_packed(
 def _npu_attention_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout, scale: float
 ) -> torch.Tensor:
-    npu = _torch_npu(q)
+    npu = _torch_npu(q, "attention_packed")
     if q.device not in _npu_masks:
         full = torch.ones(NPU_MASK_SIDE, NPU_MASK_SIDE, dtype=torch.bool, device=q.device)
         _npu_masks[q.device] = torch.triu(full, diagonal=1)
@@ -193,3 +214,34 @@ def _npu_attention_packed(
         first += ends[-1]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.reshape(out.shape[0], -1)
+
+
+def vocabulary_path(logits: torch.Tensor, operator: str) -> Callable[..., Any]:
+    """The `stats` or `gradient` function to call for these logits. The call is counted.
+
+    Triton-Ascend kernels for bf16 and fp32 on an NPU; torch elsewhere, where the kernels cannot be loaded, and with
+    ASYNCFLOW_KERNELS=torch. Raises `PlatformError` for another value of that variable.
+    """
+    choice = os.environ.get(KERNELS_ENV, "auto")
+    if choice not in ("auto", "torch"):
+        raise PlatformError(f"{KERNELS_ENV}={choice!r} is neither auto nor torch")
+    compiled = choice == "auto" and logits.device.type == "npu" and logits.dtype in (torch.bfloat16, torch.float32)
+    found = _triton_kernels() if compiled else None
+    _calls[f"vocabulary_{operator}/{'torch' if found is None else 'triton'}"] += 1
+    return getattr(found or vocabulary_torch, operator)
+
+
+def path_calls() -> dict[str, int]:
+    """How often each path of our own kernels ran in this process: `vocabulary_stats/triton` -> calls, and so on."""
+    return dict(_calls)
+
+
+@functools.cache
+def _triton_kernels() -> Any:
+    try:
+        return importlib.import_module("cann_kernels.launch").ON_DEVICE
+    except ImportError as error:
+        logging.getLogger(__name__).warning(
+            "the Triton-Ascend kernels cannot be loaded (%s); torch runs instead", error
+        )
+        return None

@@ -1,9 +1,7 @@
 """Log-probabilities and entropy from vocabulary-parallel logits, in fp32, without gathering the vocabulary.
 
-With shards x_r of the logits x (already divided by the temperature), m = max x and y = x - m:
-    log p(target) = y[target] - log S,   S = sum exp(y)
-    H = log S - sum(exp(y) * y) / S
-so three numbers per row cross the tensor-parallel group instead of a row of logits.
+Each rank sums over its shard (`platforms/vocabulary.py`); the largest logit and three sums per row cross the
+tensor-parallel group instead of a row of logits.
 """
 
 from __future__ import annotations
@@ -13,55 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ABSENT = -1e30  # logit of a padded vocabulary row: its probability is exactly 0, and 0 * ABSENT is 0, not nan
+from mindspeed_asyncflow.platforms.vocabulary import Sums, logprob_and_entropy, rebased, vocabulary_stats
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,  # [N, V/tp], any float type
-        targets: torch.Tensor,  # int64 [N], ids of the full vocabulary
-        temperature: float,
-        vocab_size: int,
-        vocab_start: int,
-        group: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        shard = logits.shape[1]
-        y = logits.to(torch.float32, copy=True)  # the caller's logits stay as they are
-        if temperature != 1.0:
-            y.div_(temperature)
-        if vocab_start + shard > vocab_size:
-            y[:, max(0, vocab_size - vocab_start) :] = ABSENT
-        top = y.amax(dim=-1, keepdim=True)  # [N, 1]
-        if group is not None:
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        y.sub_(top)
-        local = targets - vocab_start
-        mine = (local >= 0) & (local < shard)
-        local = torch.where(mine, local, 0).unsqueeze(1)  # [N, 1]
-        picked = y.gather(1, local).squeeze(1) * mine  # 0 on the ranks that do not hold the target
-        p = torch.exp(y)
-        parts = torch.stack((picked, p.sum(-1), torch.linalg.vecdot(p, y)))  # [3, N]
-        if group is not None:
-            dist.all_reduce(parts, group=group)
-        target_logit, total, weighted = parts
-        log_total = total.log()
-        p.div_(total.unsqueeze(1))
-        ctx.save_for_backward(p, local, mine)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
-        entropy = log_total - weighted / total
-        ctx.mark_non_differentiable(entropy)
-        return target_logit - log_total, entropy
+class _AddOverRanks(torch.autograd.Function):
+    """Sums over the ranks of a group. All of them compute the same loss from the result, so its gradient is theirs."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
-        p, local, mine = ctx.saved_tensors
-        scaled = (grads[0] / ctx.temperature).unsqueeze(1)  # [N, 1]
-        # d log p(t) / d x = onehot(t) - p
-        grad = p * -scaled
-        grad.scatter_add_(1, local, scaled * mine.unsqueeze(1))
-        return grad.to(ctx.dtype), None, None, None, None, None
+    def forward(ctx: Any, group: Any, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        joined = torch.stack(parts)
+        dist.all_reduce(joined, group=group)
+        return tuple(part.clone() for part in joined)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *grads
 
 
 def token_logprobs(
@@ -79,6 +44,15 @@ def token_logprobs(
     vocabulary. Rows at or above `vocab_size` are padding and have probability 0. The temperature divides the logits,
     once. `group` is the tensor-parallel process group, None for one rank; the results are equal on all its ranks.
     """
-    size = vocab_start + logits.shape[1] if vocab_size is None else vocab_size
-    logprob, entropy = _TokenLogprobs.apply(logits, targets, temperature, size, vocab_start, group)
-    return logprob, entropy
+    shard = logits.shape[1]
+    live = shard if vocab_size is None else min(max(vocab_size - vocab_start, 0), shard)
+    stats = vocabulary_stats(logits, targets, first=vocab_start, live=live, temperature=temperature)
+    top = stats.top
+    if group is not None:
+        top = top.clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    sums = rebased(stats, top, temperature)
+    if group is not None:
+        sums = Sums(*_AddOverRanks.apply(group, *sums))
+    logprob, entropy = logprob_and_entropy(sums, top, temperature)
+    return logprob, entropy.detach()
