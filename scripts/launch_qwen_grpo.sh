@@ -72,9 +72,10 @@ has_npus() {
 
 if has_npus; then
     python=${ASYNCFLOW_PYTHON:-python3}
-    [[ -n $hosts ]] || "$python" -c 'import torch, torch_npu; assert torch_npu.npu.is_available()' || {
+    # Where the devices are those of other machines, their own Ray nodes look at them.
+    [[ -n $hosts${RAY_ADDRESS:-} ]] || "$python" -c 'import torch, torch_npu; assert torch_npu.npu.is_available()' || {
         echo "NPUs are present, but $python cannot use them through torch_npu (the lines above say why)." >&2
-        echo "Load CANN's set_env.sh, and install: $python -m pip install -e '$root[npu-train]';" >&2
+        echo "Load CANN's set_env.sh, and install: $python -m pip install -e '${root}[npu-train]';" >&2
         echo "then bash scripts/install_mindspeed.sh $python, and vllm-ascend for the same torch." >&2
         exit 2
     }

@@ -42,8 +42,11 @@ def assign(config: Config, nodes: Sequence[Node]) -> dict[str, str]:
     space.replicas(own_replicas(config), replica, needed_replicas(config))
     if blocks < replica:
         ranks()
-    pairs = {f"dock{i}": nodes[i % len(nodes)].id for i in range(config.dock.pairs)}
-    return space.home | pairs
+    home = space.home | {f"dock{i}": nodes[i % len(nodes)].id for i in range(config.dock.pairs)}
+    for node in nodes:
+        names = ", ".join(name for name, at in home.items() if at == node.id)
+        get_logger("service").info("%s has %s", node.ip, names or "nothing of its own")
+    return home
 
 
 def rank_block(config: Config) -> int:

@@ -9,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
+ROOT = Path(__file__).parents[3]
 _numbers = itertools.count()
 NPU_SMI = """#!/bin/sh
 # As npu-smi of a superpod node answers where only its number is asked.
@@ -36,7 +37,7 @@ def _run(*command: str) -> str:
 
 
 class NamespaceHost:
-    def __init__(self, name: str, network: str, address: str, folder: Path) -> None:
+    def __init__(self, name: str, network: str, address: str) -> None:
         self.name, self.network, self.address = name, network, address
         _run("ip", "-n", network, "link", "set", "lo", "up")
         enter = ["ip", "netns", "exec", network, "unshare", "-m", "-p", "-f", "--kill-child", "--mount-proc"]
@@ -101,7 +102,7 @@ class Hosts:
             _run("ip", "-n", self.switch, "link", "set", port, "master", "br0", "up")
             _run("ip", "-n", network, "addr", "add", f"{address}/24", "dev", "eth0")
             _run("ip", "-n", network, "link", "set", "eth0", "up")
-            self.hosts.append(NamespaceHost(f"node{i}", network, address, folder))
+            self.hosts.append(NamespaceHost(f"node{i}", network, address))
         self.launcher = folder / "launcher"
         cases = "".join(f'{h.name}) set -- {" ".join(h.enter())} -- sh -c "$2";;\n' for h in self.hosts)
         self.launcher.write_text(
