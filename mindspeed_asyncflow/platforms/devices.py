@@ -7,9 +7,11 @@ ones from 0. Pure functions, testable without a device.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from mindspeed_asyncflow.errors import PlatformError
 
+VISIBLE_ENV = "ASCEND_RT_VISIBLE_DEVICES"
 log = logging.getLogger(__name__)
 
 
@@ -40,3 +42,27 @@ def logical_device(physical_id: int, visible: str | None) -> int:
     if physical_id not in ids:
         raise PlatformError(f"device {physical_id} was assigned, but only {visible!r} are visible to this process")
     return ids.index(physical_id)
+
+
+def physical_device(index: int, visible: str | None) -> int:
+    """The id of the device that this process addresses as `index`: what two processes must agree on to share memory."""
+    ids = visible_ids(visible)
+    if ids is None:
+        return index
+    if not 0 <= index < len(ids):
+        raise PlatformError(f"device index {index} does not exist: {len(ids)} devices are visible ({visible!r})")
+    return ids[index]
+
+
+def visible_to(assigned: Iterable[int | str], visible: str | None = None) -> str:
+    """The visible-devices setting of a process that shall see only the `assigned` physical ids, in ascending order.
+
+    `visible`: the setting that it was started with. Whether Ray has narrowed that list already, or was told not to
+    (RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES), the outcome is the same.
+    """
+    wanted = visible_ids(",".join(map(str, sorted(map(int, assigned)))))
+    if wanted is None:
+        raise PlatformError("no device was assigned to a process that needs one")
+    for device in wanted:
+        logical_device(device, visible)
+    return ",".join(map(str, wanted))

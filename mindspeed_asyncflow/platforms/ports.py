@@ -53,8 +53,9 @@ def hold_port(port: int = 0, *, host: str = "127.0.0.1", attempts: int = 1, knob
     for offset in range(max(1, attempts)):
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server's last connections may linger
             sock.bind((host, port + offset if port else 0))
-            sock.listen(128)
+            sock.listen(256)
             return HeldPort(sock)
         except OSError as error:
             sock.close()

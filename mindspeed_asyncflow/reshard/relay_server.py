@@ -17,7 +17,8 @@ import numpy as np
 
 from mindspeed_asyncflow.dock import wire
 from mindspeed_asyncflow.dock.wire import HEADER, Message, WireError
-from mindspeed_asyncflow.errors import AsyncFlowError, PlatformError, WeightSyncError
+from mindspeed_asyncflow.errors import AsyncFlowError, WeightSyncError
+from mindspeed_asyncflow.platforms.ports import hold_port
 from mindspeed_asyncflow.reshard import delta
 from mindspeed_asyncflow.reshard.relay_file import RelayFile
 from mindspeed_asyncflow.reshard.relay_link import (
@@ -40,22 +41,28 @@ _PIECES_PER_S = 20  # on a link that is slowed
 class RelayServer:
     """`path`: the relay of this node, which must exist; one that is made anew there is served from then on.
 
+    `ports`: it listens on the first of them that is free; 0 is any free one.
     `secret`: as the run's dock. `bytes_per_s`: slows all links together, for tests and measurements. Raises
     `WeightSyncError`, `PlatformError`.
     """
 
     def __init__(
-        self, path: str, secret: bytes, host: str = "127.0.0.1", port: int = 0, bytes_per_s: float | None = None
+        self,
+        path: str,
+        secret: bytes,
+        host: str = "127.0.0.1",
+        ports: range = range(1),
+        bytes_per_s: float | None = None,
     ) -> None:
         self._file = RelayFile.look(path)
         self._secret, self._bytes_per_s = secret, bytes_per_s
         self._free_at = 0.0  # when the slowed link has sent what it was given
         self.sent_bytes = 0  # of answers with their ranges
         self.bad_frames = 0
-        try:
-            self._listener = socket.create_server((host, port), backlog=256)
-        except OSError as error:
-            raise PlatformError(f"the relay cannot listen on {host}:{port}: {error.strerror}") from error
+        knob = "placement.hccl_port_range"
+        self._listener = socket.socket(
+            fileno=hold_port(ports.start, host=host, attempts=len(ports), knob=knob).detach()
+        )
         self._listener.setblocking(False)
         self.address = "{}:{}".format(*self._listener.getsockname()[:2])  # host:port
         self._loop = asyncio.new_event_loop()

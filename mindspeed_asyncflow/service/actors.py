@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
+import sys
 import threading
 from collections.abc import Callable, Collection
 from operator import attrgetter
@@ -14,8 +16,10 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mindspeed_asyncflow.errors import WorkerLost
+from mindspeed_asyncflow.errors import EngineError, WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
+from mindspeed_asyncflow.platforms.devices import VISIBLE_ENV, visible_to
+from mindspeed_asyncflow.service.plain import send_arrays_plainly
 
 ASIDE = "aside"  # Ray's name for the thread of the methods that run beside all others
 BESIDE = "beside"  # and for those of a second worker in the same process
@@ -32,18 +36,21 @@ class Host:
 
     def __init__(self) -> None:
         self.worker: Any = None
+        send_arrays_plainly()
+        if devices := self.devices():  # before anything can load the library that reads it
+            os.environ[VISIBLE_ENV] = visible_to(devices, os.environ.get(VISIBLE_ENV))
 
-    def build(self, recipe: Callable[..., Any], *args: Any) -> int:
-        """Make the worker; returns the process id."""
-        self.worker = recipe(*args)
-        return os.getpid()
+    def build(self, recipe: Callable[..., Any], *args: Any) -> tuple[int, str]:
+        """Make the worker; returns the process id and what it runs in."""
+        self.worker = _crossing(recipe, *args)
+        return os.getpid(), _libraries()
 
     def where(self) -> tuple[str, str]:
         return here()
 
     def devices(self) -> list[str]:
-        """Physical ids of the devices that Ray gave to this process; none where they are only counted."""
-        return [i for ids in ray.get_runtime_context().get_accelerator_ids().values() for i in ids]
+        """Physical ids of the NPUs that Ray gave to this process; none where they are only counted."""
+        return ray.get_runtime_context().get_accelerator_ids().get("NPU", [])
 
     def stay(self) -> None:
         """Never returns."""
@@ -51,10 +58,31 @@ class Host:
 
     def call(self, method: str, *args: Any) -> Any:
         """`method` of the worker; "part.method" of one that it is made of."""
-        return attrgetter(method)(self.worker)(*args)
+        return _crossing(attrgetter(method)(self.worker), *args)
 
     def get(self, attribute: str) -> Any:
         return attrgetter(attribute)(self.worker)
+
+
+def _crossing(work: Callable[..., Any], *args: Any) -> Any:
+    """The result of `work`; an error of a library that the caller's environment need not have goes out as text."""
+    try:
+        return work(*args)
+    except Exception as error:  # boundary between processes: every error goes on, as a class that both sides know
+        kind = type(error)
+        if kind.__module__.split(".")[0] in _KNOWN_EVERYWHERE:
+            raise
+        raise EngineError(f"{kind.__module__}.{kind.__qualname__}: {error}") from error
+
+
+_KNOWN_EVERYWHERE = {__name__.split(".")[0], "ray", *sys.stdlib_module_names}
+
+
+def _libraries() -> str:
+    """Versions of Python and of the loaded libraries that may be others in another process of the run."""
+    loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch", "numpy", "vllm")}
+    python = "Python {}.{}.{}".format(*sys.version_info)
+    return ", ".join([python, *(f"{name} {version}" for name, version in loaded.items() if version)])
 
 
 class Remote:
@@ -68,9 +96,8 @@ class Remote:
         self.pid = 0
 
     async def build(self, recipe: Callable[..., Any], *args: Any) -> Remote:
-        pid = await self._await(self._handle.build.remote(recipe, *args))
-        if pid != self.pid:  # the first trainer rank is built twice: first it only holds a port
-            get_logger("service").debug("%s is process %d", self.name, pid)
+        pid, libraries = await self._await(self._handle.build.remote(recipe, *args))
+        get_logger("service").debug("%s is process %d with %s", self.name, pid, libraries)
         self.pid = pid
         return self
 
@@ -151,14 +178,19 @@ def spawn(
     aside: Collection[str] = (),
     beside: int = 0,
     node: str = "",
+    python: str = "",
     environment: dict[str, str] | None = None,
 ) -> Remote:
     """Ask Ray for a process; it takes no CPU share, since a machine may hold more workers than cores.
 
     `concurrency` threads serve its calls, one more those of the methods named in `aside`, `beside` more those of a
     second worker in the process: devices are bound to threads, so a trainer has one thread for all that computes.
-    `node`: Ray's id of the node where it must run; default: any.
+    `node`: Ray's id of the node where it must run; default: any. `python`: its interpreter; default: that of the run.
     """
+    send_arrays_plainly()
+    surroundings: dict[str, Any] = {"env_vars": environment} if environment else {}
+    if python:
+        surroundings["py_executable"] = shlex.quote(python)  # Ray hands it to a shell
     groups = {WATCH: 1} | ({ASIDE: 1} if aside else {}) | ({BESIDE: beside} if beside else {})
     options: dict[str, Any] = {"concurrency_groups": groups}
     host = ray.remote(**options)(Host).options(
@@ -168,6 +200,6 @@ def spawn(
         max_restarts=0,
         name=name,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False) if node else "DEFAULT",
-        runtime_env={"env_vars": environment} if environment else None,
+        runtime_env=surroundings or None,
     )
     return Remote(host.remote(), name, aside)

@@ -13,6 +13,7 @@ from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.service import cleanup
 from mindspeed_asyncflow.service.placement import Cluster, Demand
+from mindspeed_asyncflow.service.sides import check_environments
 from mindspeed_asyncflow.service.workers import Workers
 
 
@@ -20,6 +21,7 @@ class Processes:
     """`wanted`: devices by kind of worker; None: those of a whole run."""
 
     def __init__(self, config: Config, wanted: Sequence[Demand] | None = None) -> None:
+        self.config = config
         self.cluster = Cluster(config, current(config.run.platform).name, wanted)
         self.mark = cleanup.mark_environment()
         self.reaper: subprocess.Popen | None = None
@@ -35,6 +37,8 @@ class Processes:
             get_logger("service").info("removed what a dead run left: %s", name)
         self.reaper = cleanup.start_reaper(self.mark, self.cluster.make_folder())
         self.cluster.start()
+        for key, found in check_environments(self.config, self.config.workflow.start_timeout_s).items():
+            get_logger("service").info("%s: %s", key, found)
 
     def end(self, workers: Workers | None) -> None:
         """End every process and remove what they shared. A second Ctrl-C must not leave anything behind."""

@@ -26,7 +26,7 @@ from mindspeed_asyncflow.errors import WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.writers import EvaluationsWriter
-from mindspeed_asyncflow.platforms.base import current
+from mindspeed_asyncflow.platforms.devices import VISIBLE_ENV, visible_to
 from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.actors import BESIDE, Part, Remote
 from mindspeed_asyncflow.service.assignment import assign, rank_topology
@@ -91,10 +91,10 @@ class Session(Workers):
         pairs = [self.spawn(f"dock{i}") for i in range(config.dock.pairs)]
         ranks = self.spawn_trainers(beside=threads if self.in_place else 0)
         own = {
-            i: self.spawn(f"rollout{i}", config.rollout.tensor_parallel, concurrency=threads)
+            i: self.spawn_replica(i, config.rollout.tensor_parallel, concurrency=threads)
             for i in range(own_replicas(config))
         }
-        self.references = [self.spawn("reference0")] if config.algorithm.kl_coef > 0 else []
+        self.references = [self.spawn("reference0", **self.sides.reference())] if config.algorithm.kl_coef > 0 else []
         self.critics = self.spawn_critics()
         self.scorer = self.spawn("scorer", concurrency=2)
         limit_s = config.workflow.start_timeout_s
@@ -158,10 +158,11 @@ class Session(Workers):
         size = self.config.rollout.tensor_parallel
         beside = ranks[number * size : (number + 1) * size]
         devices = [d for rank in beside for d in await self.within(rank.devices(), f"{rank.name} to name its device")]
-        variable = current(self.config.run.platform).visible_env
-        seen = {variable: ",".join(sorted(devices, key=int))} if variable and devices else None
+        started = self.sides.replica(index, sleeps=True)
+        if devices:
+            started["environment"] |= {VISIBLE_ENV: visible_to(devices)}
         node = self.places[beside[0].name].node
-        worker = self.spawn(f"rollout{index}", concurrency=threads, node=node, environment=seen)
+        worker = self.spawn(f"rollout{index}", concurrency=threads, node=node, **started)
         self._watching.append(asyncio.ensure_future(self._watch(index, worker)))
         return worker
 
@@ -220,7 +221,9 @@ class Session(Workers):
         return {**self.replicas.places, **beside}
 
     async def _serve_relays(self, servers: Mapping[int, str], secret: bytes) -> Sequence[str]:
-        serving = asyncio.gather(*(self.trainers[rank].serve(ip, secret) for rank, ip in servers.items()))
+        serving = asyncio.gather(
+            *(self.trainers[rank].serve(ip, secret, self.sides.relay()) for rank, ip in servers.items())
+        )
         return await self.within(serving, "the trainer ranks to serve the relay")
 
     # ---- replicas that come and go -----------------------------------------------------------------------------------

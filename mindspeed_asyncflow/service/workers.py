@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import DeadlineExceeded
 from mindspeed_asyncflow.observe.run_folder import RunFolder
+from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.actors import Remote, here, spawn
 from mindspeed_asyncflow.service.cleanup import shm_path
 from mindspeed_asyncflow.service.placement import DEVICE
 from mindspeed_asyncflow.service.relays import Place, RelayOfRank, over_loopback
+from mindspeed_asyncflow.service.sides import Sides
 
 T = TypeVar("T")
 CLOSE_S = 5.0  # workers get this long to close in order before they are killed
@@ -26,6 +28,7 @@ class Workers:
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
         self.config, self.folder = config, folder
+        self.sides = Sides(config, current(config.run.platform).name == "npu", os.environ)
         self.workers: list[Remote] = []
         self.places: dict[str, Place] = {}
         self.home: dict[str, str] = {}  # Ray's id of the node where a process must run, by its name
@@ -39,11 +42,15 @@ class Workers:
     def spawn_trainers(self, beside: int = 0) -> list[Remote]:
         """One process for each rank, on a device of its own; `beside`: threads for a second worker in it."""
         ranks = range(self.config.trainer.world_size)
-        return [self.spawn(f"trainer{r}", devices=1, aside=("published",), beside=beside) for r in ranks]
+        options = {"aside": ("published",), "beside": beside, **self.sides.trainer()}
+        return [self.spawn(f"trainer{r}", devices=1, **options) for r in ranks]
+
+    def spawn_replica(self, index: int, devices: int, **options: Any) -> Remote:
+        return self.spawn(f"rollout{index}", devices, **{**self.sides.replica(index), **options})
 
     def spawn_critics(self) -> list[Remote]:
         """One process for each critic rank, on a device of its own; none without a critic."""
-        return [self.spawn(f"critic{r}", devices=1) for r in range(self.config.critic_size)]
+        return [self.spawn(f"critic{r}", devices=1, **self.sides.critic()) for r in range(self.config.critic_size)]
 
     async def find_places(self, workers: Sequence[Remote], others: Mapping[str, Place], *, all_there: bool) -> None:
         """Where the workers run, by name, and the driver. `others`: places that are known already; `all_there`: no

@@ -203,9 +203,10 @@ class TrainWorker:
         """What the relay holds, as text; the same on every rank."""
         return self.publisher.relay.table.text
 
-    def serve(self, host: str, secret: bytes) -> str:
-        """Serve the relay of this node to the mirrors of other nodes from now on; host:port."""
-        self.server = RelayServer(self.publisher.relay.path, secret, host)
+    def serve(self, host: str, secret: bytes, ports: range) -> str:
+        """Serve the relay of this node to the mirrors of other nodes from now on, at the first free one of `ports`;
+        host:port."""
+        self.server = RelayServer(self.publisher.relay.path, secret, host, ports)
         return self.server.address
 
     def published(self, version: int) -> RankShards:

@@ -1,11 +1,19 @@
-"""Physical to logical device ids."""
+"""Physical to logical device ids. B90"""
 
 import logging
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mindspeed_asyncflow.errors import PlatformError
-from mindspeed_asyncflow.platforms.devices import logical_device, visible_ids
+from mindspeed_asyncflow.platforms.devices import logical_device, physical_device, visible_ids, visible_to
+
+DEVICES = st.lists(st.integers(0, 63), min_size=1, max_size=16, unique=True)
+
+
+def written(ids):
+    return ",".join(map(str, ids))
 
 
 def test_physical_id_is_counted_among_the_visible_ones():
@@ -17,7 +25,7 @@ def test_physical_id_is_counted_among_the_visible_ones():
 @pytest.mark.parametrize("visible", [None, "", " "])
 def test_without_a_limit_the_id_is_itself(visible):
     """B90"""
-    assert logical_device(5, visible) == 5
+    assert logical_device(5, visible) == 5 == physical_device(5, visible)
 
 
 def test_other_order_is_sorted_with_a_notice(caplog):
@@ -33,7 +41,45 @@ def test_a_device_that_is_not_visible_is_refused():
         logical_device(3, "4,5")
 
 
+@pytest.mark.parametrize("index", [-1, 2])
+def test_an_index_beyond_the_visible_devices_is_refused(index):
+    with pytest.raises(PlatformError, match=f"index {index} does not exist: 2 devices"):
+        physical_device(index, "4,5")
+
+
 @pytest.mark.parametrize("visible", ["a,b", "1,1", "-1"])
 def test_nonsense_is_refused(visible):
     with pytest.raises(PlatformError, match="visible devices"):
         visible_ids(visible)
+
+
+@given(visible=DEVICES)
+def test_to_physical_and_back_is_the_same_and_ascending_whatever_the_order_and_gaps(visible):
+    """B90: non-contiguous and unsorted lists"""
+    text = written(visible)
+    indices = [logical_device(device, text) for device in sorted(visible)]
+    assert indices == list(range(len(visible)))
+    assert [physical_device(index, text) for index in indices] == sorted(visible)
+
+
+@given(data=st.data(), visible=DEVICES)
+def test_a_process_sees_its_devices_in_one_order_whether_ray_narrowed_the_list_or_not(data, visible):
+    """B90: with the override flag the process still has the list of the whole node."""
+    assigned = data.draw(st.lists(st.sampled_from(visible), min_size=1, unique=True))
+    narrowed = visible_to(map(str, assigned), written(assigned))
+    assert narrowed == visible_to(assigned, written(visible)) == visible_to(assigned, None) == written(sorted(assigned))
+    assert visible_to(assigned, narrowed) == narrowed
+
+
+@given(visible=DEVICES, stranger=st.integers(64, 99))
+def test_a_device_outside_the_nodes_list_is_refused(visible, stranger):
+    with pytest.raises(PlatformError, match=f"device {stranger} was assigned"):
+        visible_to([visible[0], stranger], written(visible))
+
+
+def test_trainer_rank_and_replica_of_its_device_name_the_same_physical_one():
+    """What npu_ipc compares: the trainer sees its one device, the replica those of two ranks."""
+    ranks, replica = ["9", "3"], visible_to(["9", "3"])
+    assert [physical_device(0, visible_to([device])) for device in ranks] == [9, 3]
+    assert [physical_device(logical_device(int(device), replica), replica) for device in ranks] == [9, 3]
+    assert replica == "3,9"

@@ -46,7 +46,7 @@ class Nodes:
         self._closing: list[RelayServer | RelayMirror] = []
 
     def server(self, bytes_per_s: float | None = None, path: str = "", port: int = 0) -> RelayServer:
-        made = RelayServer(path or self.writer.path, SECRET, port=port, bytes_per_s=bytes_per_s)
+        made = RelayServer(path or self.writer.path, SECRET, ports=range(port, port + 1), bytes_per_s=bytes_per_s)
         self._closing.append(made)
         return made
 
