@@ -99,6 +99,7 @@ class ReferenceBackend:
     ) -> None:
         torch.set_num_threads(rollout.threads)
         self._model = HostModel(model_folder, dtype, memory)
+        self.token_count = self._model.weights.token_count
         self._max_running = rollout.max_running
         self._max_model_len = max_model_len
         self._stop_token_ids = stop_token_ids

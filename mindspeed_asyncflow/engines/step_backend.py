@@ -35,6 +35,7 @@ class StepBackend(Protocol):
     """One model and its running requests. All methods but `check` are called from the engine thread only."""
 
     caps: EngineCaps
+    token_count: int  # ids that an answer may have are smaller
 
     def check(self, request: GenRequest) -> None:
         """Raise `EngineError` if this request can never run."""

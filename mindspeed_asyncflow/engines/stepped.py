@@ -26,7 +26,7 @@ from mindspeed_asyncflow.engines.base import EngineCaps
 from mindspeed_asyncflow.engines.calls import CallQueue
 from mindspeed_asyncflow.engines.lifecycle import Lifecycle
 from mindspeed_asyncflow.engines.step_backend import Finished, StepBackend, WantedWeight
-from mindspeed_asyncflow.engines.tickets import Books, Ticket, check_request
+from mindspeed_asyncflow.engines.tickets import Books, Ticket, check_request, check_sampled
 from mindspeed_asyncflow.errors import DeadlineExceeded, EngineError, WeightSyncError
 from mindspeed_asyncflow.records import Completion, GenRequest, UpdateReport, WeightManifest
 
@@ -244,6 +244,8 @@ class SteppedEngine:
 
     def _finish(self, finished: Sequence[Finished]) -> None:
         if finished:
+            for done in finished:
+                check_sampled(done, self._backend.token_count)
             self._running.difference_update(done.request_id for done in finished)
             self._books.deliver(finished, self._life.version, self._life.fingerprint)
 

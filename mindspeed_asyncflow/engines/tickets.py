@@ -124,3 +124,20 @@ def check_request(request: GenRequest) -> None:
         raise EngineError(f"{name}: resumed version spans {request.resume_spans} do not tile [0, {count})")
     if request.sampling.max_tokens <= count:
         raise EngineError(f"{name}: max_tokens={request.sampling.max_tokens} with {count} resumed tokens leaves none")
+
+
+def check_sampled(done: Finished, token_count: int) -> None:
+    """Raise `EngineError` for an answer that no policy gives: an id beyond the tokenizer's `token_count`, or a token
+    of probability 0. What follows such a token is worthless too, so that it must not be trained."""
+    ids, logprobs = np.asarray(done.token_ids, dtype=np.int64), np.asarray(done.logprobs, dtype=np.float64)
+    outside, impossible = (ids < 0) | (ids >= token_count), ~np.isfinite(logprobs)
+    if not outside.any() and not impossible.any():
+        return
+    wrong = outside if outside.any() else impossible
+    place = int(wrong.argmax())
+    said = f"{logprobs[place]:g}" if place < len(logprobs) else "none"
+    raise EngineError(
+        f"request {done.request_id}: token {place} of the answer is id {ids[place]} with log-probability {said}, where "
+        f"the tokenizer has {token_count} ids; the sampler of this engine is broken (vllm-ascend before 0.27 may read "
+        "noise that was freed)"
+    )

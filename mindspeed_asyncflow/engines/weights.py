@@ -21,6 +21,8 @@ class FolderWeights:
     shapes: dict[str, tuple[int, ...]]
     tied: bool
     vocab_size: int
+    token_count: int  # ids that the tokenizer knows; the rest of the vocabulary is padding
+    cache_parts: int  # key/value heads, into which a cache can be cut; 1: a latent cache
 
     @property
     def embedding_rows(self) -> int:
@@ -73,4 +75,23 @@ def read_folder(folder: str) -> FolderWeights:
             (length,) = struct.unpack("<Q", stream.read(8))  # safetensors: header length, then a JSON header
             header = json.loads(stream.read(length))
         shapes.update({name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"})
-    return FolderWeights(shapes, bool(config.get("tie_word_embeddings", False)), int(config["vocab_size"]))
+    vocab_size = int(config["vocab_size"])
+    heads = config.get("num_key_value_heads") or config.get("num_attention_heads", 1)
+    return FolderWeights(
+        shapes,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        vocab_size=vocab_size,
+        token_count=min(vocab_size, _token_count(path / "tokenizer.json", vocab_size)),
+        cache_parts=1 if config.get("kv_lora_rank") else int(heads),
+    )
+
+
+def _token_count(file: Path, default: int) -> int:
+    """One more than the largest id in a `tokenizers` file; `default` where there is none, or one of another layout."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        vocabulary = raw["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return 1 + max([*ids, *(added["id"] for added in raw.get("added_tokens", ()))])
+    except (OSError, ValueError, KeyError, TypeError):
+        return default

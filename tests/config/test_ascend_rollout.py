@@ -67,7 +67,7 @@ def test_mistakes_inside_it_name_the_whole_key(settings, said):
     ],
 )
 def test_options_that_give_wrong_weights_or_log_probabilities_are_refused(option, said):
-    """Issues 1, 4, 5 and 10."""
+    """Known issues 1, 4, 5 and 10."""
     with pytest.raises(ConfigError) as error:
         parse_config(f"rollout: {{ascend: {{additional: {{{option}}}}}}}")
     assert "rollout.ascend.additional = " in str(error.value) and said in str(error.value)

@@ -35,6 +35,7 @@ def prompts_of_lengths(lengths, batch: int):
 
 class LengthBackend:
     caps = EngineCaps("long", ("abort", "wait", "keep"), (), ("relay",), False)
+    token_count = 1 << 31
 
     def __init__(self, step_s: float) -> None:
         self.step_s, self.version, self.running = step_s, 0, {}

@@ -46,6 +46,7 @@ class CountingBackend:
     """See `StepBackend`. `permits`: steps that answers may still take; None: any number."""
 
     caps = EngineCaps("counting", PAUSE_MODES, (1, 2), ("relay",), False)
+    token_count = 1 << 62
 
     def __init__(self) -> None:
         self.rows: dict[str, _Row] = {}

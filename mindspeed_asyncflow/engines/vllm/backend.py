@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,9 @@ from mindspeed_asyncflow.config.schema import RolloutConfig
 from mindspeed_asyncflow.engines.base import EngineCaps
 from mindspeed_asyncflow.engines.lifecycle import PAUSE_MODES
 from mindspeed_asyncflow.engines.step_backend import Finished, WantedWeight
-from mindspeed_asyncflow.engines.vllm import versions
+from mindspeed_asyncflow.engines.vllm import guards, versions
+from mindspeed_asyncflow.engines.vllm.arguments import engine_args, sampling_params
+from mindspeed_asyncflow.engines.vllm.native import NativeTransfer, Rendezvous
 from mindspeed_asyncflow.engines.weights import FolderWeights
 from mindspeed_asyncflow.errors import EngineError, WeightSyncError
 from mindspeed_asyncflow.records import GenRequest, SamplingSpec, WeightManifest
@@ -25,8 +28,6 @@ from mindspeed_asyncflow.reshard.relay import manifest_to_json
 if TYPE_CHECKING:
     import torch
 
-CPU_BLOCK_TOKENS = 32  # smallest KV block that vLLM's fast CPU attention takes; prefixes are shared in whole blocks
-MAX_STEP_TOKENS = 16384  # most tokens of one step; longer prefills are cut
 SHARED_MEMORY = Path("/dev/shm")
 RESUME_SEED_STRIDE = 0x9E3779B97F4A7C15  # resumed answers draw fresh noise, still a function of (seed, position)
 
@@ -55,7 +56,9 @@ class VLLMBackend:
         stop_token_ids: tuple[int, ...],
         cpu: bool,
         sleep_enabled: bool,
+        native: tuple[str, int] | None = None,
     ) -> None:
+        """`native`: backend and bucket bytes of vllm-ascend's own weight transfer, in place of the relay."""
         import torch
         import torch._dynamo
         import vllm
@@ -64,14 +67,21 @@ class VLLMBackend:
 
         torch.set_num_threads(rollout.threads)
         torch._dynamo.config.disable = True  # here too: torch may have read the environment before we wrote it
-        self._shape = versions.shape_for(vllm.__version__, cpu=cpu, experts=weights.has_experts)
+        self._native = NativeTransfer(*native, versions.ascend_shape_for(vllm.__version__)) if native else None
+        if cpu:
+            self._shape = versions.shape_for(vllm.__version__, experts=weights.has_experts)
+        else:
+            self._shape = versions.ascend_shape_for(vllm.__version__)
+            guards.check_npu_settings(os.environ, rollout, self._shape, sleep=sleep_enabled, native=self._native)
         self._weights = weights
         self._dtype = dtype
         self._sleeps_for_real = sleep_enabled and not cpu
+        self._graphs = rollout.ascend.graphs and not cpu
+        self.token_count = weights.token_count
         self._asleep = 0  # sleep level; 2 also while only the cache is still asleep
         self._max_model_len = max_model_len
         self._stop_token_ids = stop_token_ids
-        args = _engine_args(
+        args = engine_args(
             model_folder,
             rollout,
             dtype=dtype,
@@ -79,11 +89,14 @@ class VLLMBackend:
             seed=seed,
             cpu=cpu,
             sleep=sleep_enabled,
-            transfer_engine=self._shape.transfer_engine,
+            transfer=self._transfer,
+            cache_parts=weights.cache_parts,
         )
         config = args.create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
-        if self._shape.transfer_engine:
+        versions.check_verbs(self._core.collective_rpc, self._shape, vllm.__version__)
+        self.chunks: Iterable[dict[str, Any]] | None = None  # of the native update under way, where it needs any
+        if self._transfer == versions.RELAY_ENGINE:
             self._core.collective_rpc("init_weight_transfer_engine", args=({},))
         if cpu:
             self._core.collective_rpc("seed_every_row")
@@ -93,17 +106,24 @@ class VLLMBackend:
         self._ids: dict[str, str] = {}  # request id -> engine id
         self._count = 0
         self._params: dict[SamplingSpec, Any] = {}
-        self._score_params = _sampling_params(SamplingSpec(max_tokens=1), (), prompt_logprobs=0)
+        self._score_params = sampling_params(SamplingSpec(max_tokens=1), (), prompt_logprobs=0)
         self._scores: dict[str, np.ndarray | None] = {}
         self._spill: list[Finished] = []  # finished while scoring
         self.caps = EngineCaps(
             name=f"vllm {vllm.__version__}",
             pause_modes=PAUSE_MODES,
             sleep_levels=(1, 2) if cpu or sleep_enabled else (),
-            transports=("relay",),
+            transports=(self._native.backend if self._native else "relay",),
             expert_parallel=not cpu,
             notes="sleep frees no memory on CPU: see residual_bytes" if cpu else "",
         )
+
+    @property
+    def _transfer(self) -> str | None:
+        """Name of vLLM's transfer engine that weights come by."""
+        if self._native is not None:
+            return self._native.backend
+        return versions.RELAY_ENGINE if self._shape.transfer_engine else None
 
     def _unlink_collective_memory(self) -> None:
         """Take away the names of the memory that the workers reduce over. All have mapped it by now, and vLLM itself
@@ -145,7 +165,7 @@ class VLLMBackend:
             from vllm.exceptions import VLLMValidationError
 
             try:
-                params = _sampling_params(spec, spec.stop_token_ids or self._stop_token_ids)
+                params = sampling_params(spec, spec.stop_token_ids or self._stop_token_ids)
             except (ValueError, VLLMValidationError) as error:  # the second is not always a ValueError
                 raise EngineError(f"vLLM cannot sample like {spec}: {error}") from error
             if params.temperature != spec.temperature:
@@ -204,13 +224,24 @@ class VLLMBackend:
 
     def load(self, manifest: WeightManifest) -> str:
         rpc = self._core.collective_rpc
-        fingerprints = set(versions.update_weights(rpc, self._shape, manifest_to_json(manifest)))
+        if self._native is not None:
+            fingerprints = set(self._native.receive(rpc, manifest, self.chunks))
+        else:
+            fingerprints = set(versions.update_weights(rpc, self._shape, manifest_to_json(manifest)))
+        if self._graphs:
+            guards.check_addresses(rpc("moved_weights"))
         if len(fingerprints) != 1:
             raise WeightSyncError(f"workers of one replica loaded different bytes: {sorted(fingerprints)}")
         if self._asleep == 2:  # it would have been in the way of the load
             self._core.model_executor.wake_up(["kv_cache"])
             self._asleep = 0
         return fingerprints.pop()
+
+    def join(self, rendezvous: Rendezvous | None, replica: int) -> None:
+        """Meet the sender of native weight transfers."""
+        if self._native is None:
+            raise EngineError("this engine takes weights from the relay and meets no sender")
+        self._native.join(self._core.collective_rpc, rendezvous, replica)
 
     def weights_wanted(self) -> tuple[WantedWeight, ...]:
         optional = {HEAD} if self._weights.tied else set()
@@ -253,12 +284,19 @@ class VLLMBackend:
     # ---- memory ----------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:
+        rpc = self._core.collective_rpc
+        rpc("keep_weights")
+        held: list[int] = rpc("storage_bytes")
+        before: list[int] = rpc("free_bytes") if self._sleeps_for_real else []
         self._core.model_executor.sleep(level)
         self._asleep = level
+        if self._sleeps_for_real:
+            guards.check_freed(held, before, rpc("free_bytes"))
 
     def wake(self) -> None:
         """After level 2 the cache stays asleep until the weights are loaded."""
         self._core.model_executor.wake_up(["weights"] if self._asleep == 2 else None)
+        self._core.collective_rpc("put_weights_back")
         self._asleep = 2 if self._asleep == 2 else 0
 
     def residual_bytes(self) -> int:
@@ -274,67 +312,3 @@ class VLLMBackend:
 def _tail(values: np.ndarray | None, count: int) -> np.ndarray:
     assert values is not None
     return values[len(values) - count :]
-
-
-def _sampling_params(spec: SamplingSpec, stop_token_ids: tuple[int, ...], prompt_logprobs: int | None = None) -> Any:
-    """`prompt_logprobs` must be given here: with it vLLM decides to compute every prompt position, cached or not."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    return SamplingParams(
-        temperature=spec.temperature,
-        top_p=spec.top_p,
-        top_k=0 if spec.top_k < 0 else spec.top_k,
-        max_tokens=spec.max_tokens,
-        stop_token_ids=list(stop_token_ids),
-        ignore_eos=True,  # answers end at `stop_token_ids` and nowhere else
-        detokenize=False,
-        logprobs=0,  # the sampled token only
-        prompt_logprobs=prompt_logprobs,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        seed=0,
-    )
-
-
-def _engine_args(
-    model_folder: str,
-    rollout: RolloutConfig,
-    *,
-    dtype: str,
-    max_model_len: int,
-    seed: int,
-    cpu: bool,
-    sleep: bool,
-    transfer_engine: bool,
-) -> Any:
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-
-    from mindspeed_asyncflow.engines.vllm import transfer
-
-    length = max_model_len + 1  # scoring a full sequence samples one token more
-    extra: dict[str, Any] = {"block_size": CPU_BLOCK_TOKENS} if cpu else {"additional_config": {"weight_nz_mode": 0}}
-    return EngineArgs(
-        model=model_folder,
-        skip_tokenizer_init=True,
-        generation_config="vllm",  # sampling defaults come from us, not from the model folder
-        load_format="safetensors",
-        use_tqdm_on_load=False,
-        dtype=dtype,  # type: ignore[arg-type]
-        seed=seed,
-        max_model_len=length,
-        max_num_seqs=rollout.max_running,
-        max_num_batched_tokens=max(length, min(rollout.max_running * length, MAX_STEP_TOKENS)),
-        tensor_parallel_size=rollout.tensor_parallel,
-        distributed_executor_backend="uni" if rollout.tensor_parallel == 1 else "mp",
-        kv_cache_memory_bytes=rollout.kv_cache_mb * 2**20,
-        enable_prefix_caching=True,
-        enforce_eager=True,
-        async_scheduling=False,  # a step must be complete when it returns: cuts and aborts happen between steps
-        enable_sleep_mode=sleep and not cpu,
-        logprobs_mode="processed_logprobs",
-        max_logprobs=1,
-        disable_log_stats=True,
-        worker_extension_cls=transfer.EXTENSION,
-        weight_transfer_config=WeightTransferConfig(backend=transfer.BACKEND) if transfer_engine else None,
-        **extra,
-    )

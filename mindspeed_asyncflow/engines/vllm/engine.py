@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterable
+from typing import Any
 
 from mindspeed_asyncflow.config.schema import RolloutConfig
 from mindspeed_asyncflow.engines.step_backend import StepBackend
 from mindspeed_asyncflow.engines.stepped import SteppedEngine
-from mindspeed_asyncflow.engines.vllm import environment, guards
+from mindspeed_asyncflow.engines.vllm import environment
+from mindspeed_asyncflow.engines.vllm.native import Rendezvous
 from mindspeed_asyncflow.engines.weights import read_folder
 from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.records import UpdateReport, WeightManifest
 
 START_TIMEOUT_S = 240.0
 
@@ -19,6 +22,8 @@ class VLLMEngine(SteppedEngine):
 
     `model_folder`: Hugging Face folder with safetensors weights (policy version 0); `max_model_len` counts prompt and
     answer together; `stop_token_ids` end answers whose request names none; `seed` only seeds what requests do not.
+    `native`: weights come by vllm-ascend's own transfer ("hccl" or "npu_ipc", and the bytes of a bucket) from a sender
+    that is met by `join`, in place of the relay.
     Raises `PlatformError`, `DataError` or `EngineError` when the engine cannot start.
     """
 
@@ -33,18 +38,17 @@ class VLLMEngine(SteppedEngine):
         stop_token_ids: tuple[int, ...],
         npu: bool = False,
         sleep_enabled: bool = False,
+        native: tuple[str, int] | None = None,
     ) -> None:
         weights = read_folder(model_folder)
-        environment.prepare(rollout.tensor_parallel, rollout.threads, cpu=not npu)
-        if npu:
-            guards.check_npu_settings(os.environ, sleep=sleep_enabled, enforce_eager=True)
+        environment.prepare(rollout, cpu=not npu)
 
         def build() -> StepBackend:
             try:
                 from mindspeed_asyncflow.engines.vllm.backend import VLLMBackend
             except ImportError as error:
                 raise PlatformError(f"vLLM cannot be imported: {error}; or use rollout.engine: reference") from error
-            return VLLMBackend(
+            self._vllm = VLLMBackend(
                 model_folder,
                 weights,
                 rollout,
@@ -54,6 +58,24 @@ class VLLMEngine(SteppedEngine):
                 stop_token_ids=stop_token_ids,
                 cpu=not npu,
                 sleep_enabled=sleep_enabled,
+                native=native,
             )
+            return self._vllm
 
         super().__init__("vllm", build, start_timeout_s=START_TIMEOUT_S, command_timeout_s=rollout.timeout_s)
+
+    def join(self, rendezvous: Rendezvous | None = None, replica: int = 0) -> None:
+        """Meet the sender of native transfers, once; it must be there within rollout.timeout_s."""
+        self._call("rendezvous with the sender of weights", lambda: self._vllm.join(rendezvous, replica))
+
+    def update_from(self, manifest: WeightManifest, chunks: Iterable[dict[str, Any]]) -> UpdateReport:
+        """As `update`, from the messages of an npu_ipc sender, which keeps the memory of one until the next is read."""
+
+        def update() -> UpdateReport:
+            self._vllm.chunks = chunks
+            try:
+                return self._update(manifest)
+            finally:
+                self._vllm.chunks = None
+
+        return self._call("update", update)

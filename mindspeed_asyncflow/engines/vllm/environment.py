@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 
+from mindspeed_asyncflow.config.schema import RolloutConfig
+from mindspeed_asyncflow.engines.vllm.guards import VISIBLE
 from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.platforms.communicators import BUFFER_ENV
+from mindspeed_asyncflow.platforms.devices import visible_ids
 
 
 def worker_cores(cores: list[int], tensor_parallel: int, threads: int) -> str:
@@ -23,7 +27,7 @@ def worker_cores(cores: list[int], tensor_parallel: int, threads: int) -> str:
     return "|".join(",".join(map(str, group)) for group in groups)
 
 
-def prepare(tensor_parallel: int, threads: int, cpu: bool) -> None:
+def prepare(rollout: RolloutConfig, cpu: bool) -> None:
     """Set what vLLM and its worker processes read, before the first `import vllm`."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine core lives in this process; we drive its steps
@@ -32,12 +36,22 @@ def prepare(tensor_parallel: int, threads: int, cpu: bool) -> None:
         DO_NOT_TRACK="1",
         HF_HUB_OFFLINE="1",  # models are local folders
         TORCH_COMPILE_DISABLE="1",  # else the sampler is compiled at its first call: 20 s, and only with a C++ compiler
-        OMP_NUM_THREADS=str(threads),
+        OMP_NUM_THREADS=str(rollout.threads),
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if cpu:
         cores = sorted(os.sched_getaffinity(0))
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = worker_cores(cores, tensor_parallel, threads)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = worker_cores(cores, rollout.tensor_parallel, rollout.threads)
     else:
-        os.environ["VLLM_ASCEND_ENABLE_NZ"] = "0"  # a kernel layout that in-place weight updates cannot write
+        _prepare_npu(rollout)
+
+
+def _prepare_npu(rollout: RolloutConfig) -> None:
+    os.environ["VLLM_ASCEND_ENABLE_NZ"] = "0"  # a kernel layout that in-place weight updates cannot write
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # it mistakes an answer that goes on for a prompt
+    if rollout.ascend.hccl_buffer_mb is not None:
+        os.environ[BUFFER_ENV] = str(rollout.ascend.hccl_buffer_mb)
+    visible = visible_ids(os.environ.get(VISIBLE))
+    if visible is not None:  # ascending, as the runtime counts: vllm-ascend takes the list as it is
+        os.environ[VISIBLE] = ",".join(map(str, visible))

@@ -6,21 +6,25 @@ vLLM imports this module by name in each worker (`worker_extension_cls`), which 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from mindspeed_asyncflow.engines.vllm import standing
+from mindspeed_asyncflow.engines.vllm.receipt import CheckedLoad
+from mindspeed_asyncflow.engines.vllm.versions import RELAY_ENGINE
 from mindspeed_asyncflow.errors import WeightSyncError
 from mindspeed_asyncflow.reshard.relay import feed, manifest_from_json
-
-BACKEND = "asyncflow_relay"
-EXTENSION = "mindspeed_asyncflow.engines.vllm.transfer.RelayWorker"
 
 
 @dataclass
@@ -75,18 +79,31 @@ class RelayWorker:
     model_config: Any
     vllm_config: Any
     device: Any
-    weight_transfer_engine: Any
+    weight_transfer_engine: RelayTransferEngine
 
-    _relay_open = False  # between relay_begin and relay_end
+    _relay_open = False  # between relay_begin and relay_end or native_close
     _relay_loaded = ""
+    _native_load: CheckedLoad | None = None
+    _kept_weights: standing.Parameters | None = None  # while asleep
+    _first_addresses: dict[str, int] | None = None
+
+    def missing_verbs(self, verbs: Sequence[str]) -> list[str]:
+        """Those of `verbs` that this worker class does not have."""
+        return [verb for verb in verbs if not callable(getattr(self, verb, None))]
 
     def relay_begin(self) -> None:
-        """Open an update. One that broke off leaves half of its layers waiting for more weights: complete those with
-        what they have first, else their old parts would count as new ones. The coming update overwrites them all."""
+        """Open an update when the device has done what it was given. One that broke off leaves half of its layers
+        waiting for more weights: complete those with what they have first, else their old parts would count as new
+        ones. The coming update overwrites them all."""
+        torch.get_device_module(self.device).synchronize()
+        model = self.model_runner.model
         if self._relay_open:
+            vars(model).pop("load_weights", None)
             with set_current_vllm_config(self.vllm_config), torch.device(self.device):
-                finalize_layerwise_reload(self.model_runner.model, self.model_config)
+                finalize_layerwise_reload(model, self.model_config)
             self._weight_update_active = False
+        if self._first_addresses is None:
+            self._first_addresses = standing.addresses(model)
         self._relay_open = True
         self._relay_loaded = ""
 
@@ -102,6 +119,47 @@ class RelayWorker:
         """Close a complete update; returns the fingerprint of the bytes that this worker loaded."""
         self._relay_open = False
         return self._relay_loaded or self.weight_transfer_engine.loaded
+
+    def native_open(self, prepare: bool) -> None:
+        """Before vLLM's own verbs move weights: what they load passes a check. `prepare`: nobody else makes the model
+        ready for a reload."""
+        model = self.model_runner.model
+        self._native_load = CheckedLoad(model.load_weights)
+        model.load_weights = self._native_load  # shadows the method for this update
+        if prepare:
+            with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+                initialize_layerwise_reload(model)
+
+    def native_close(self, version: int, fingerprint: str, names: list[str], prepared: bool) -> str:
+        """After them. Returns `fingerprint`, or raises `WeightSyncError` unless this very version was loaded."""
+        model = self.model_runner.model
+        vars(model).pop("load_weights", None)
+        if prepared:
+            with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+                finalize_layerwise_reload(model, self.model_config)
+        assert self._native_load is not None, "native_open comes first"
+        load, self._native_load = self._native_load, None
+        self._relay_open = False
+        load.verify(version, fingerprint, names)
+        return fingerprint
+
+    def moved_weights(self) -> list[str]:
+        """Tensors of the model that updates have moved to other addresses since the first one began."""
+        now, before = standing.addresses(self.model_runner.model), self._first_addresses or {}
+        return [name for name, address in before.items() if now.get(name) != address]
+
+    def keep_weights(self) -> None:
+        """Before a sleep: which tensors the parameters are. Their memory comes back at its addresses."""
+        self._kept_weights = standing.parameters(self.model_runner.model)
+
+    def put_weights_back(self) -> int:
+        """After it: parameters that waking replaced by others are what they were; how many these are."""
+        kept, self._kept_weights = self._kept_weights, None
+        return standing.put_back(kept) if kept is not None else 0
+
+    def free_bytes(self) -> int:
+        """Free memory of this worker's device."""
+        return int(torch.get_device_module(self.device).mem_get_info()[0])
 
     def storage_bytes(self) -> int:
         """Bytes of the storages of this worker's weights and key/value caches, each storage once."""
@@ -124,5 +182,5 @@ class RelayWorker:
             sampler.forward = sampler.forward_native
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, RelayTransferEngine)
+if RELAY_ENGINE not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(RELAY_ENGINE, RelayTransferEngine)

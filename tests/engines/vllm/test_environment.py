@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from mindspeed_asyncflow.config.ascend_rollout import AscendRolloutConfig
+from mindspeed_asyncflow.config.schema import RolloutConfig
 from mindspeed_asyncflow.engines.vllm.environment import prepare, worker_cores
 from mindspeed_asyncflow.errors import PlatformError
 
@@ -23,9 +25,19 @@ def test_too_few_cores_are_named() -> None:
 
 def test_the_engine_stays_in_this_process_and_nothing_reports_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"PATH": "/bin"})
-    prepare(tensor_parallel=1, threads=3, cpu=False)
+    prepare(RolloutConfig(threads=3), cpu=False)
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert os.environ["VLLM_NO_USAGE_STATS"] == os.environ["DO_NOT_TRACK"] == "1"
     assert os.environ["OMP_NUM_THREADS"] == "3"
     assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0"
     assert os.environ["PATH"] == "/bin"
+    assert not [name for name in os.environ if name.startswith(("HCCL_", "ASCEND_"))]
+
+
+def test_an_npu_replica_counts_its_devices_as_the_runtime_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B90, known issue 16: vllm-ascend takes the list as it is written, the runtime sorts it."""
+    monkeypatch.setattr(os, "environ", {"ASCEND_RT_VISIBLE_DEVICES": "11,3,7"})
+    prepare(RolloutConfig(ascend=AscendRolloutConfig(hccl_buffer_mb=512)), cpu=False)
+    assert os.environ["ASCEND_RT_VISIBLE_DEVICES"] == "3,7,11"
+    assert os.environ["HCCL_BUFFSIZE"] == "512"
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0"

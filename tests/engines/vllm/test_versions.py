@@ -57,17 +57,20 @@ class Worker027(Worker023):
         super().start_weight_update(True)
 
 
-WORKERS = {"0.18.0": Worker018, "0.23.0": Worker023, "0.26.1": Worker023, "0.27.1": Worker027, "0.32.0": Worker027}
+VLLM = {"0.18.0": Worker018, "0.23.0": Worker023, "0.24.0": Worker023, "0.25.1": Worker027, "0.32.0": Worker027}
+ASCEND = {"0.18.0": Worker018, "0.22.1": Worker018, "0.23.0": Worker023, "0.26.1": Worker023, "0.27.1": Worker027}
+RELEASES = [(versions.shape_for(v, experts=False), worker) for v, worker in VLLM.items()]
+RELEASES += [(versions.ascend_shape_for(v), worker) for v, worker in ASCEND.items()]
+NAMES = [f"vllm {v}" for v in VLLM] + [f"vllm-ascend {v}" for v in ASCEND]
 
 
-@pytest.mark.parametrize("version", WORKERS)
-def test_an_update_runs_the_life_cycle_of_the_release(version: str) -> None:
-    worker = WORKERS[version]()
+@pytest.mark.parametrize(("shape", "kind"), RELEASES, ids=NAMES)
+def test_an_update_runs_the_life_cycle_of_the_release(shape: versions.CallShape, kind: type[Worker]) -> None:
+    worker = kind()
 
     def rpc(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         return [getattr(worker, method)(*args)]
 
-    shape = versions.shape_for(version, cpu=False, experts=True)
     assert versions.update_weights(rpc, shape, "m") == ["fp"]
     middle = ["start", "load m", "finish"] if shape.transfer_engine else ["load m"]
     assert worker.log == ["begin", *middle, "end"]
@@ -75,12 +78,26 @@ def test_an_update_runs_the_life_cycle_of_the_release(version: str) -> None:
 
 def test_releases_that_lose_weights_are_refused() -> None:
     with pytest.raises(EngineError, match=r"use 0\.18 or newer"):
-        versions.shape_for("0.11.2", cpu=True, experts=False)
+        versions.shape_for("0.11.2", experts=False)
+    with pytest.raises(EngineError, match=r"use 0\.18 or newer"):
+        versions.ascend_shape_for("0.17.0")
     with pytest.raises(EngineError, match="corrupts expert weights"):
-        versions.shape_for("0.32.0", cpu=True, experts=True)
-    assert versions.shape_for("0.32.0", cpu=True, experts=False).transfer_engine
+        versions.shape_for("0.32.0", experts=True)
+    assert versions.shape_for("0.32.0", experts=False).transfer_engine
     with pytest.raises(EngineError, match="cannot read the vLLM version"):
         versions.parse("dev")
+
+
+def test_a_worker_without_a_verb_of_its_release_is_refused_at_the_start() -> None:
+    """vllm-ascend of one release on the vLLM of another has the number of the one and the worker of the other."""
+
+    def rpc(method: str, args: tuple[Any, ...]) -> list[list[str]]:
+        assert method == "missing_verbs"
+        return [[verb for verb in args[0] if not hasattr(Worker018, verb)], []]
+
+    with pytest.raises(EngineError, match=r"vLLM 0\.23\.0 has no .*start_weight_update"):
+        versions.check_verbs(rpc, versions.ascend_shape_for("0.23.0"), "0.23.0")
+    versions.check_verbs(lambda method, args: [[], []], versions.ascend_shape_for("0.23.0"), "0.23.0")
 
 
 @pytest.mark.parametrize(("text", "parsed"), [("0.27.1+cpu", (0, 27)), ("0.23.0rc1", (0, 23)), ("1.0", (1, 0))])
@@ -108,8 +125,8 @@ def test_the_installed_release_has_the_recorded_signatures() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker as Installed
 
-    shape = versions.shape_for(vllm.__version__, cpu=True, experts=False)
-    recorded = Worker027 if shape.first >= (0, 27) else Worker023
+    shape = versions.shape_for(vllm.__version__, experts=False)
+    recorded = Worker027 if shape.first >= (0, 25) else Worker023
     for verb in ("start_weight_update", "update_weights", "finish_weight_update"):
         assert [p for p in inspect.signature(getattr(Installed, verb)).parameters] == [
             p for p in inspect.signature(getattr(recorded, verb)).parameters
