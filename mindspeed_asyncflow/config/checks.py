@@ -15,6 +15,7 @@ from mindspeed_asyncflow.config import (
     rules_critic,
     rules_data,
     rules_evaluation,
+    rules_placement,
     rules_turns,
     rules_unused,
     schedules,
@@ -44,7 +45,7 @@ def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = No
     rules = (
         *(learning.rules, rules_critic.rules, _batches, rules_data.rules),
         *(_rollout, _trainer, schedules.rules, rules_turns.rules, rules_evaluation.rules),
-        *(rules_unused.rules, mindspeed.rules),
+        *(rules_placement.rules, rules_unused.rules, mindspeed.rules),
     )
     found = [Finding(*f) for rule in rules for f in rule(config)]
     shape = None
