@@ -9,7 +9,7 @@ import types
 
 import torch
 
-from . import _C, _modules, npu, operators, places
+from . import _C, _modules, batches, npu, operators, places
 from .operators import calls
 
 __version__ = "2.7.1.post8+emulation"
@@ -27,6 +27,7 @@ globals().update({name: getattr(operators, name) for name in _names})
 
 places.install()
 npu.install()
+batches.install()
 _modules.install()
 torch._register_device_module("npu", npu)
 
