@@ -57,7 +57,7 @@ def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = No
     found += [Finding(*f) for f in feasibility.findings(config, machine, shape)]
     found += [Finding(*f) for f in host_memory.findings(config, machine, shape)]
     if model is not None and shape is not None:
-        found += _parallel(config, model)
+        found += [*_parallel(config, model), *_rotary(model, machine)]
     return sorted(found, key=lambda finding: finding.level != "error")
 
 
@@ -77,6 +77,15 @@ def _parallel(config: Config, model: Mapping[str, Any]) -> list[Finding]:
         named = tuple(dict.fromkeys(re.findall(r"trainer\.\w+", str(error)))) or ("trainer",)
         return [Finding("error", named, str(error))]
     return []
+
+
+def _rotary(model: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
+    """The trainer rotates by the plain angles; older files name the scaling `rope_scaling`, and its kind `type`."""
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        text = f"rotary scaling {kind!r} of its config.json is not supported by the trainer, which refuses to start"
+        yield Finding("warning" if machine.assumed else "error", ("model.source",), text)
 
 
 Raw = tuple[Literal["error", "warning"], tuple[str, ...], str]

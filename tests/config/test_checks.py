@@ -183,3 +183,14 @@ def test_this_machine_is_measured():
     assert machine.cpus >= 1
     assert 64 * MIB < machine.free_memory_bytes <= machine.memory_bytes
     assert machine.disk_bytes > 0
+
+
+@pytest.mark.parametrize("rope", [{"rope_scaling": {"type": "yarn"}}, {"rope_parameters": {"rope_type": "linear"}}])
+def test_rotary_scaling_that_the_trainer_does_not_know_is_refused_and_of_an_assumed_cluster_said(rope):
+    levels = {}
+    for assumed in (False, True):
+        found = check(parse_config("", []), replace(BOX, assumed=assumed), TINY | rope)
+        levels[assumed] = [f.level for f in found if "rotary scaling" in f.message]
+    assert levels == {False: ["error"], True: ["warning"]}
+    plain = check(parse_config("", []), BOX, TINY | {"rope_scaling": None})
+    assert not any("rotary" in f.message for f in plain)
