@@ -3,7 +3,7 @@
   python scripts/refresh_contracts.py --mindspeed CLONE --vllm-ascend CLONE
 
 Writes tests/ascend/contract/records/, which tests/ascend/contract compares with our calls: run it after adding a call.
-torch_npu and vLLM are downloaded as wheels by pip from the configured index; MindSpeed and vllm-ascend are read from git
+pip downloads wheels of torch_npu and vLLM from the configured index; MindSpeed and vllm-ascend are read from git
 clones that have the revisions below. Sources are parsed, never imported or installed. A minute, 0.6 GB of downloads.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from mindspeed_asyncflow.cli import devices, preflight, settings
+from mindspeed_asyncflow.cli import ascend, devices, preflight, settings
 from mindspeed_asyncflow.config import Config, dump_resolved, feasibility, host_memory
 from mindspeed_asyncflow.config.checks import Finding
 from mindspeed_asyncflow.config.machine import MIB, Machine, assume, probe
@@ -17,6 +17,7 @@ from mindspeed_asyncflow.reshard.train_layout import train_layout
 
 NAME = "check"
 HELP = "show what a configuration means and whether it can run here; starts nothing"
+MOST_SHARDS = 100_000  # tensors x ranks that are planned for one line of a check
 EXAMPLES = """  asyncflow check configs/qwen_tiny_cpu.yaml
   asyncflow check configs/qwen_tiny_cpu.yaml --set trainer.tensor_parallel=2
   asyncflow check configs/qwen_tiny_npu.yaml --platform npu --assume-devices 16"""
@@ -48,12 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.platform:
         arguments.overrides = [*arguments.overrides, f"run.platform={arguments.platform}"]
     config = settings.load(arguments)
-    machine = probe(config.run.folder)
+    machine = preflight.surroundings(config)
     if arguments.assume_devices:
         if config.run.platform == "cpu":
             raise ConfigError("--assume-devices: NPUs are assumed, and run.platform is cpu; take --platform npu")
-        machine = assume(arguments.assume_devices, config.cluster, machine)
-    found = preflight.inspect(config, machine)
+        machine = assume(arguments.assume_devices, config.cluster, probe(config.run.folder))
+    node = preflight.look(config, machine)
+    found = preflight.inspect(config, machine, node)
     data = _data(config, machine, found)
     print("== settings")
     print(dump_resolved(config), end="")
@@ -67,6 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
     print("== least host memory, MiB")
     for name, size in host_memory.memory_bytes(config, machine, model).items():
         print(f"{size / MIB:>10.0f}  {name}")
+    if feasibility.on_npu(config, machine):
+        print("== Ascend")
+        print("\n".join(ascend.lines(config, node)))
     work = preflight.device_work(config, machine, found)
     if work is not None:
         print("== device memory, GB")
@@ -107,17 +112,16 @@ def _weights(config: Config, model: ModelShape) -> Iterator[str]:
     """What moves at each version."""
     width = feasibility.DTYPE_BYTES[config.model.dtype]
     yield f"{model.parameters:,} parameters, {model.parameters * width / MIB:.1f} MiB a version ({config.model.dtype})"
-    try:
-        layout = train_layout(model, TrainParallel.of(config.trainer))
-    except ConfigError:  # a finding says why
-        return
+    parallel = TrainParallel.of(config.trainer)
     if feasibility.in_place(config):
-        yield f"trainer {layout.label}: rank and replica of a device are one process, no relay between them"
+        yield f"trainer {parallel}: rank and replica of a device are one process, no relay between them"
         yield "in turn: the replicas are filled from the ranks and answer a batch, then the trainer takes a step"
         return
-    plan = write_plan(layout)
-    shares = [plan.elements(rank) * width / MIB for rank in range(layout.world_size)]
-    yield f"trainer {layout.label}: each rank writes {min(shares):.1f} to {max(shares):.1f} MiB of it to the relay"
+    try:
+        share = _share(model, parallel, width)
+    except ConfigError:  # a finding says why
+        return
+    yield f"trainer {parallel}: each rank writes {share} MiB of it to the relay"
     yield f"{config.workflow.keep_versions} versions are kept in the relay, which has memory for one more"
     if config.workflow.schedule == "colocated":
         yield "in turn: the replicas load the newest version and answer a batch, sleep, and the trainer takes a step"
@@ -125,6 +129,15 @@ def _weights(config: Config, model: ModelShape) -> Iterator[str]:
     yield f"replicas load as {config.workflow.update} says"
     if config.workflow.lend:
         yield "those on the trainer's devices load at the begin of their turn, and sleep while it works"
+
+
+def _share(model: ModelShape, parallel: TrainParallel, width: int) -> str:
+    """MiB of a version that a trainer rank writes: by the plan, where that does not take longer than all the rest."""
+    if len(model.tensors()) * parallel.world_size > MOST_SHARDS:
+        return f"about {model.parameters * width / parallel.world_size / MIB:.0f}"
+    plan = write_plan(train_layout(model, parallel))
+    shares = [plan.elements(rank) * width / MIB for rank in range(parallel.world_size)]
+    return f"{min(shares):.1f} to {max(shares):.1f}"
 
 
 def _processes(config: Config, machine: Machine) -> Iterator[str]:
@@ -143,5 +156,7 @@ def _processes(config: Config, machine: Machine) -> Iterator[str]:
         yield f"lent: {lent} x {r.engine} on the trainer's {device}s, while it waits for its next batch"
     yield f"scorers: {config.reward.workers}"
     yield f"dock port: {config.dock.port or 'any free one'}; all other ports are taken free when bound"
-    where = f"{machine.nodes} assumed node{'s' * (machine.nodes > 1)}" if machine.assumed else "this machine"
+    where = "this machine" if machine.whole else "this node of a Ray cluster"
+    if machine.assumed or machine.nodes > 1:
+        where = f"{machine.nodes} {'assumed ' * machine.assumed}node{'s' * (machine.nodes > 1)}"
     yield f"{where}: {machine.cpus} CPUs, {machine.npus} NPUs, {machine.free_memory_bytes / MIB:.0f} MiB free"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_asyncflow.cli import devices
+from mindspeed_asyncflow.cli import ascend, devices
 from mindspeed_asyncflow.config import Config, checks, feasibility
-from mindspeed_asyncflow.config.machine import Machine, probe
+from mindspeed_asyncflow.config.machine import LOCAL, Machine, file_system, probe
 from mindspeed_asyncflow.config.model import ModelShape, describe
 from mindspeed_asyncflow.data.builtin_models import BUILTIN, alphabet, vocabulary_size
 from mindspeed_asyncflow.data.char_tokenizer import make_char_tokenizer
@@ -21,6 +23,7 @@ from mindspeed_asyncflow.data.tokenizers import load_tokenizer, set_chat_templat
 from mindspeed_asyncflow.environments.base import build_environment
 from mindspeed_asyncflow.errors import ConfigError, DataError, RewardError
 from mindspeed_asyncflow.planner.work import Work
+from mindspeed_asyncflow.platforms.topology import declared_hosts
 from mindspeed_asyncflow.rewards import registry
 
 # SmolLM2-135M, for arithmetic before its weights are unpacked.
@@ -68,14 +71,38 @@ def model_shape(config: Config) -> ModelShape | None:
         return None
 
 
-def inspect(config: Config, machine: Machine | None = None) -> list[checks.Finding]:
-    """All findings about `config` on `machine` (default: this one), errors first."""
-    machine = machine or probe(config.run.folder)
+def surroundings(config: Config) -> Machine:
+    """This machine, or the cluster that the launcher says it belongs to, whose nodes are taken to be alike."""
+    here = probe(config.run.folder)
+    hosts = declared_hosts(os.environ)
+    if hosts is None:
+        return replace(here, whole=not os.environ.get("RAY_ADDRESS"))
+    count = len(hosts)
+    npus = sum(here.npus if host.slots is None else host.slots for host in hosts)
+    sizes = {name: getattr(here, name) * count for name in ("cpus", "memory_bytes", "free_memory_bytes", "shm_bytes")}
+    wanted = here.npus or config.run.platform == "npu"  # else the slots are those of a run on CPUs
+    return replace(here, **sizes, npus=npus if wanted else 0, nodes=count)
+
+
+def look(config: Config, machine: Machine) -> ascend.Node | None:
+    """The Ascend side of this node, where the run is one on NPUs that are here."""
+    return ascend.look(config) if feasibility.on_npu(config, machine) and not machine.assumed else None
+
+
+def inspect(config: Config, machine: Machine | None = None, node: ascend.Node | None = None) -> list[checks.Finding]:
+    """All findings about `config`, errors first: for `machine` and what `look` saw there, or for where this runs."""
+    if machine is None:
+        machine = surroundings(config)
+        node = look(config, machine)
     found = checks.check(config, machine, model_sizes(config))
     work = device_work(config, machine, found)
     found += devices.findings(config, work) if work is not None else []
+    if feasibility.on_npu(config, machine):
+        found += ascend.findings(config, machine, node)
     if machine.assumed:
         found = list(_elsewhere(config, found))
+    elif machine.nodes > 1:
+        found += _shared_paths(config)
     said = {key for finding in found if finding.level == "error" for key in finding.keys}
     if not machine.assumed or not absent(config):
         found += [f for f in _task_and_model(config) if not said.intersection(f.keys)]
@@ -120,6 +147,17 @@ def _elsewhere(config: Config, found: list[checks.Finding]) -> Iterator[checks.F
             yield finding
     for key, place in gone.items():
         yield checks.Finding("warning", (key,), f"{place} is not complete here; every node of the run must see it")
+
+
+def _shared_paths(config: Config, mounts: str | None = None) -> Iterator[checks.Finding]:
+    """Folders that the processes of several nodes read or write. `mounts`: as `file_system` takes it."""
+    source = {} if config.model.source.startswith(("builtin:", "package:")) else {"model.source": config.model.source}
+    for key, place in {**source, "model.cache": config.model.cache, "run.folder": config.run.folder}.items():
+        kind = file_system(place, mounts)
+        if kind in LOCAL:
+            said = f"{place} lies on {kind}, which is of this node alone; all nodes must see the same files there"
+            remedy = "equal copies on every node do as well" if key == "model.source" else "take a shared file system"
+            yield checks.Finding("warning", (key,), f"{said}: {remedy}")
 
 
 def _task_and_model(config: Config) -> list[checks.Finding]:

@@ -89,7 +89,8 @@ def model_config(config: Config) -> dict[str, Any] | None:
 def findings(config: Config, machine: Machine, model: ModelShape | None) -> Iterator[Raw]:
     """Errors and warnings as (level, keys, message); `model` where it is known."""
     yield from _files(config)
-    yield from _devices(config, machine)
+    if machine.whole:
+        yield from _devices(config, machine)
     yield from _libraries(config, machine)
     yield from _replica_node(config, machine)
     if config.dock.port and not machine.port_is_free(config.dock.port):
@@ -185,7 +186,8 @@ def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
 
 
 def _libraries(config: Config, machine: Machine) -> Iterator[Raw]:
-    wanted = [("rollout.engine", "vllm", "or set rollout.engine: reference")] if config.rollout.engine == "vllm" else []
+    here = config.rollout.engine == "vllm" and config.placement.rollout_python is None
+    wanted = [("rollout.engine", "vllm", "or set rollout.engine: reference")] if here else []
     kind, _, name = config.model.source.partition(":")
     if kind == "package":
         wanted.append(("model.source", name, "scripts/launch_qwen_grpo.sh installs it on demand"))

@@ -115,6 +115,8 @@ def _versions(config: Config, machine: Machine, version: int, ranks: int, replic
 
 def findings(config: Config, machine: Machine, model: ModelShape | None) -> Iterator[Raw]:
     """What does not fit. Of a cluster that is not here, host memory is an assumption: there it is a warning."""
+    if not machine.whole:
+        return
     parts = memory_bytes(config, machine, model)
     nodes = machine.nodes
     there = "the machine" if nodes == 1 else f"a node of {nodes}"

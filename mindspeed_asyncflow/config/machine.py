@@ -29,6 +29,7 @@ class Machine:
     disk_bytes: int  # free where runs are written
     nodes: int = 1
     assumed: bool = False  # not here: ports count as free, modules as installed, files as being there
+    whole: bool = True  # False: this node only, of a cluster whose size is not known here
 
     def port_is_free(self, port: int) -> bool:
         """True where a server can listen on `port` now, on every address."""
@@ -82,6 +83,18 @@ def assume(devices: int, cluster: ClusterConfig, here: Machine) -> Machine:
         nodes=nodes,
         assumed=True,
     )
+
+
+# File systems of one node, as /proc/mounts names them; on others (nfs, lustre, ...) all nodes may see the same files.
+LOCAL = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs"))
+
+
+def file_system(path: str | Path, mounts: str | None = None) -> str:
+    """Type of the file system that holds `path`, or would; "" where it is not known. `mounts`: text of /proc/mounts."""
+    place = os.path.realpath(path)
+    rows = [line.split() for line in (_read("/proc/self/mounts") if mounts is None else mounts).splitlines()]
+    holding = [(row[1], row[2]) for row in rows if len(row) > 2 and f"{place}/".startswith(f"{row[1].rstrip('/')}/")]
+    return max(enumerate(holding), key=lambda item: (len(item[1][0]), item[0]), default=(0, ("", "")))[1][1]
 
 
 def _read(path: str) -> str:

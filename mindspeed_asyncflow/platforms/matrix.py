@@ -20,6 +20,7 @@ class TrainerRow:
     torch_npu: str
     cann: tuple[str, ...]
     python: tuple[str, str]  # oldest, newest
+    needs: tuple[str, ...]  # distributions that its adaptor imports and does not ask pip for
     source: str
 
 
@@ -36,8 +37,11 @@ class RolloutRow:
 
 _BRANCH = "README of the branch, July 2026: torch 2.7.1 on CANN 9.0.0; CANN 9.1.0 by torch_npu's own table"
 TRAINER = (
-    TrainerRow("core_r0.16.0", "0.16", "2.7.1.post8", ("9.1.0", "9.0.0"), ("3.10", "3.11"), _BRANCH),
-    TrainerRow("26.1.0_core_r0.12.1", "0.12", "2.7.1.post8", ("9.1.0", "9.0.0"), ("3.10", "3.11"), _BRANCH),
+    TrainerRow(
+        *("core_r0.16.0", "0.16", "2.7.1.post8", ("9.1.0", "9.0.0"), ("3.10", "3.11")),
+        *(("triton-ascend", "scipy"), f"{_BRANCH}; its imports"),
+    ),
+    TrainerRow("26.1.0_core_r0.12.1", "0.12", "2.7.1.post8", ("9.1.0", "9.0.0"), ("3.10", "3.11"), (), _BRANCH),
 )
 _TABLE = "vllm-ascend's versioning policy, release table, August 2026"
 ROLLOUT = (
@@ -93,6 +97,8 @@ def check_trainer(found: Mapping[str, str], cann: str) -> Iterator[Said]:
         yield "error", f"megatron-core {core or 'is not installed'}: {wanted} is wanted; {fix}"
     else:
         yield from _python(found, row.python, f"MindSpeed {row.mindspeed}")
+        if missing := [name for name in row.needs if name not in found]:
+            yield "error", f"MindSpeed {row.mindspeed} imports {' and '.join(missing)}, not installed; pip install them"
         if found.get("torch_npu") and _base(found["torch_npu"]) != _base(row.torch_npu):
             text = f"torch_npu {found['torch_npu']}: MindSpeed {row.mindspeed} is released for {row.torch_npu}"
             yield "warning", f"{text} on CANN {row.cann[0]}"

@@ -1,11 +1,12 @@
 import json
+from dataclasses import replace
 
 import pytest
 
 from mindspeed_asyncflow import cli
 from mindspeed_asyncflow.cli import preflight
 from mindspeed_asyncflow.config import parse_config
-from mindspeed_asyncflow.config.machine import Machine, assume
+from mindspeed_asyncflow.config.machine import Machine, assume, file_system
 from mindspeed_asyncflow.data.char_tokenizer import make_char_tokenizer
 from mindspeed_asyncflow.errors import DataError
 
@@ -119,3 +120,59 @@ def test_an_assumed_cluster_has_the_nodes_and_host_memory_of_its_preset():
     assert (assumed.npus, assumed.nodes, assumed.cpus) == (20, 3, 12)
     assert assumed.memory_bytes == 3 * 1536 * 10**9
     assert assumed.port_is_free(1) and assumed.has_module("no_such_module_here")
+
+
+def hosts(tmp_path, monkeypatch, text):
+    (tmp_path / "hosts").write_text(text)
+    monkeypatch.setenv("ASYNCFLOW_TOPOLOGY", str(tmp_path / "hosts"))
+    monkeypatch.setattr(preflight, "probe", lambda folder: Machine(8, 4, 100, 50, 10, 7))
+
+
+def test_a_run_over_the_hosts_of_a_launch_has_all_their_devices(tmp_path, monkeypatch):
+    hosts(tmp_path, monkeypatch, "a slots=4\nb slots=2\nc\n")
+    machine = preflight.surroundings(parse_config("", ["run.platform=npu"]))
+    assert (machine.npus, machine.nodes, machine.cpus) == (4 + 2 + 4, 3, 24)
+    assert (machine.memory_bytes, machine.free_memory_bytes, machine.shm_bytes) == (300, 150, 30)
+    assert (machine.disk_bytes, machine.whole, machine.assumed) == (7, True, False)
+
+
+def test_slots_of_a_launch_on_cpus_are_no_devices(tmp_path, monkeypatch):
+    hosts(tmp_path, monkeypatch, "a slots=4\nb slots=4\n")
+    monkeypatch.setattr(preflight, "probe", lambda folder: Machine(8, 0, 100, 50, 10, 7))
+    assert preflight.surroundings(parse_config("", [])).npus == 0
+
+
+def test_where_a_ray_cluster_is_joined_this_nodes_sizes_refuse_nothing(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    monkeypatch.setattr(preflight, "probe", lambda folder: Machine(1, 0, 1, 1, 1, 1))
+    config = parse_config("", ["run.platform=npu", "trainer.threads=64"])
+    machine = preflight.surroundings(config)
+    assert not machine.whole
+    assert [f for f in preflight.inspect(config, machine) if f.level == "error" and "available" in f.message] == []
+    assert [f.keys[0] for f in preflight.inspect(config, replace(machine, whole=True)) if "available" in f.message] == [
+        "run.platform"
+    ]
+
+
+MOUNTS = "overlay / overlay rw 0 0\nnode:/x /shared nfs4 rw 0 0\n/dev/sda1 /shared/local ext4 rw 0 0\n"
+
+
+def test_folders_of_a_run_over_several_nodes_must_be_shared_ones():
+    places = ["model.cache=/shared/cache", "run.folder=/shared/local/runs", "model.source=/models/qwen"]
+    found = {f.keys[0]: str(f) for f in preflight._shared_paths(parse_config("", places), MOUNTS)}
+    assert list(found) == ["model.source", "run.folder"]
+    assert "ext4, which is of this node alone" in found["run.folder"] and "take a shared" in found["run.folder"]
+    assert "equal copies on every node" in found["model.source"]
+
+
+def test_the_file_system_of_a_path_is_that_of_its_longest_mount():
+    known = {
+        "/shared/a": "nfs4",
+        "/shared": "nfs4",
+        "/shared/local/a/b": "ext4",
+        "/sharedness": "overlay",
+        "/": "overlay",
+    }
+    assert {path: file_system(path, MOUNTS) for path in known} == known
+    assert file_system("/x", "") == ""
+    assert file_system(".") != ""

@@ -1,0 +1,161 @@
+"""The Ascend software and devices of this node, and the HCCL ports of a run: what can be seen before a launch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from mindspeed_asyncflow.config import Config
+from mindspeed_asyncflow.config.checks import Finding
+from mindspeed_asyncflow.config.machine import Machine
+from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.platforms import cann, matrix, npu_smi, ports, pythons
+from mindspeed_asyncflow.platforms.devices import visible_ids
+
+PROBE_S = 4.0  # of one Python; two of them and npu-smi stay below 10 s
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+SIDES = ("trainer", "rollout")
+MOST_SHOWN = 12  # port ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What was seen on a node; tests and callers that have no node put their own in."""
+
+    cann: str  # "": none in this environment
+    cann_installed: str  # in its usual place, whether in this environment or not
+    driver: str
+    devices: npu_smi.Report | PlatformError
+    environments: Mapping[str, pythons.Environment | PlatformError]  # by side
+    visible: str | None = None  # the variable that limits the devices
+    kernel_ports: tuple[range, tuple[range, ...]] = field(default=(range(0), ()))
+
+
+def look(config: Config) -> Node:
+    """This node; takes a second, and 13 s at most where Pythons and npu-smi hang."""
+    try:
+        devices: npu_smi.Report | PlatformError = npu_smi.read()
+    except PlatformError as error:
+        devices = error
+    named = {"trainer": config.placement.trainer_python, "rollout": config.placement.rollout_python}
+    commands = {side: pythons.python_command(path) if path else sys.executable for side, path in named.items()}
+    asked = {command: _ask(command) for command in dict.fromkeys(commands.values())}
+    tool = devices.version if isinstance(devices, npu_smi.Report) else ""
+    return Node(
+        cann.cann_version(os.environ),
+        cann.installed_cann(),
+        cann.driver_version() or tool,
+        devices,
+        {side: asked[command] for side, command in commands.items()},
+        os.environ.get(VISIBLE),
+        ports.kernel_ports(),
+    )
+
+
+def _ask(command: str) -> pythons.Environment | PlatformError:
+    try:
+        return pythons.probe(command, PROBE_S)
+    except PlatformError as error:
+        return error
+
+
+def findings(config: Config, machine: Machine, node: Node | None) -> Iterator[Finding]:
+    """`node` None: it is not here, and only the ports are planned."""
+    if node is not None:
+        yield from _software(config, node)
+        yield from _devices(node)
+    yield from _ports(config, machine, node)
+
+
+def _software(config: Config, node: Node) -> Iterator[Finding]:
+    for level, text in matrix.check_cann(node.cann):
+        there = f"; CANN {node.cann_installed} is installed here" if not node.cann and node.cann_installed else ""
+        yield Finding(level, ("run.platform",), text + there)
+    for level, text in matrix.check_driver(node.driver, eager=not config.rollout.ascend.graphs):
+        yield Finding(level, ("rollout.ascend.graphs",), text)
+    for side, check in (("trainer", matrix.check_trainer), ("rollout", matrix.check_rollout)):
+        key = (f"placement.{side}_python",)
+        environment = node.environments[side]
+        if side == "rollout" and config.rollout.engine != "vllm":
+            continue
+        if isinstance(environment, PlatformError):
+            yield Finding("error", key, str(environment))
+            continue
+        found = environment.versions | {"python": environment.python}
+        for level, text in check(found, node.cann):
+            yield Finding(level, key, f"{side}: {text}")
+
+
+def _devices(node: Node) -> Iterator[Finding]:
+    key = ("run.platform",)
+    if isinstance(node.devices, PlatformError):
+        yield Finding("error", key, str(node.devices))
+        return
+    try:
+        visible = visible_ids(node.visible)
+    except PlatformError as error:
+        yield Finding("error", key, f"{VISIBLE}: {error}")
+        return
+    for level, text in npu_smi.check(node.devices, visible):
+        yield Finding(level, key, text)
+
+
+def _ports(config: Config, machine: Machine, node: Node | None) -> Iterator[Finding]:
+    key = ("placement.hccl_port_range",)
+    try:
+        plan = ports.plan_ports(config, config.cluster.device.devices_per_node)
+    except PlatformError as error:
+        yield Finding("error", ("placement.hccl_port_range", "placement.hccl_ports"), str(error))
+        return
+    if node is None:
+        return
+    for text in ports.port_warnings(plan, *node.kernel_ports):
+        yield Finding("warning", key, text)
+    for name, wanted in plan.groups().items():
+        if name.endswith(" device"):  # listened on by the device itself: nothing here tells whether they are free
+            continue
+        taken = [port for port in wanted if not machine.port_is_free(port)]
+        if taken:
+            level, what = (
+                ("error", "all") if len(taken) == len(wanted) else ("warning", f"{len(taken)} of {len(wanted)}")
+            )
+            yield Finding(
+                level,  # type: ignore[arg-type]
+                key,
+                f"{what} ports for {name} are taken here, first {taken[0]}: another job uses them, or processes of an "
+                "earlier one are left; stop those, or give this run a range of its own",
+            )
+
+
+def lines(config: Config, node: Node | None) -> Iterator[str]:
+    """What was seen, and the ports."""
+    if node is None:
+        yield "software and devices: assumed to be right, nothing was looked at"
+    else:
+        yield f"CANN {node.cann or 'none in this environment'}, driver {node.driver or 'unknown'}"
+        for side in SIDES:
+            yield f"{side}: {node.environments[side]}"
+        if isinstance(node.devices, npu_smi.Report):
+            yield from _chips(node.devices)
+    try:
+        groups = ports.plan_ports(config, config.cluster.device.devices_per_node).groups()
+    except PlatformError:  # a finding says why
+        return
+    shown = {name: f"{wanted.start}-{wanted.stop - 1}" for name, wanted in groups.items()}
+    if not shown:
+        yield "HCCL ports: any free ones"
+    for name in list(shown)[:MOST_SHOWN]:
+        yield f"{name} ports: {shown[name]}"
+    if len(shown) > MOST_SHOWN:
+        yield f"and {len(shown) - MOST_SHOWN} more ranges up to {max(wanted.stop for wanted in groups.values()) - 1}"
+
+
+def _chips(report: npu_smi.Report) -> Iterator[str]:
+    """Devices that look alike in one line."""
+    alike: dict[tuple[str, str, int], list[int]] = {}
+    for chip in report.chips:
+        alike.setdefault((chip.name, chip.health, chip.memory_mib), []).append(chip.id)
+    for (name, health, memory), ids in alike.items():
+        yield f"{len(ids)} x {name} of {memory} MiB, health {health}: devices {', '.join(map(str, ids))}"
