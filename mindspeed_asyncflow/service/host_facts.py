@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.platforms.topology import own_superpod
 from mindspeed_asyncflow.service.inherited import ROOT
@@ -50,8 +52,9 @@ def fingerprint(folder: Path) -> str:
 def own_address(given: str, peers: Sequence[str]) -> str:
     """The address at which `peers` reach this host: `given` if it is one of this host and they could use it.
 
-    A name often stands for a loopback address on the host itself; then the one that the first peer is reached from is
-    taken. Raises `PlatformError` where neither does.
+    A name often stands for a loopback address on the host itself, or is known to the launcher command only; then the
+    one that a peer is reached from is taken, else the only one that there is. Raises `PlatformError` where that says
+    nothing.
     """
     abroad = [peer for peer in peers if not _loopback(peer)]
     if given and (not _loopback(given) or not abroad):
@@ -70,7 +73,20 @@ def own_address(given: str, peers: Sequence[str]) -> str:
                 return str(probe.getsockname()[0])
             except OSError:
                 continue
-    raise PlatformError("no address of this host is known: put address=IP behind its name in the host file")
+    found = _outward()
+    if len(found) == 1:
+        return found[0]
+    which = f"which of {', '.join(found)} others reach this host at is not known" if found else "it has no address"
+    raise PlatformError(f"{which}: put address=IP behind its name in the host file")
+
+
+def _outward() -> list[str]:
+    """IPv4 addresses of this host's interfaces that are up, loopback apart."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    listed = [
+        (name, a.address) for name, many in psutil.net_if_addrs().items() for a in many if a.family == socket.AF_INET
+    ]
+    return [address for name, address in listed if name in up and not _loopback(address)]
 
 
 def _loopback(address: str) -> bool:

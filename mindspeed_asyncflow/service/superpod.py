@@ -282,7 +282,7 @@ class Launch:
                 say(f"{link.name}: the connection did not end in order")
 
     def _wait_for_end(self, links: Sequence[Link]) -> None:
-        waiting = {link.name for link in links if link.alive}
+        waiting = {link.name for link in links if link.alive and link.greeted}  # others have started nothing
         until = time.monotonic() + STOP_S
         while waiting and (left := until - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):

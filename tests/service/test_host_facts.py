@@ -1,3 +1,6 @@
+import socket
+from types import SimpleNamespace
+
 import pytest
 
 from mindspeed_asyncflow.errors import PlatformError
@@ -20,7 +23,20 @@ def test_a_name_that_means_the_host_itself_is_no_address_for_others():
         assert not host_facts.own_address("127.0.1.1", [peer]).startswith("127.")
     except PlatformError as error:  # this machine has no way out at all
         assert "put address=IP" in str(error)
-    with pytest.raises(PlatformError, match="no address of this host is known"):
+
+
+def test_a_host_with_one_address_need_not_be_told_which(monkeypatch):
+    interfaces = {
+        "lo": [SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")],
+        "eth0": [SimpleNamespace(family=socket.AF_INET, address="10.0.0.4")],
+        "down": [SimpleNamespace(family=socket.AF_INET, address="10.9.0.4")],
+    }
+    states = {name: SimpleNamespace(isup=name != "down") for name in interfaces}
+    monkeypatch.setattr(host_facts.psutil, "net_if_addrs", lambda: interfaces)
+    monkeypatch.setattr(host_facts.psutil, "net_if_stats", lambda: states)
+    assert host_facts.own_address("", []) == "10.0.0.4"
+    states["down"].isup = True
+    with pytest.raises(PlatformError, match=r"which of 10\.0\.0\.4, 10\.9\.0\.4 .* put address=IP"):
         host_facts.own_address("", [])
 
 

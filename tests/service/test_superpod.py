@@ -1,4 +1,4 @@
-"""Launches that end before Ray starts. `sh -c` stands for ssh: it ignores which host it is to reach."""
+"""Launches that end before Ray starts. A script stands for ssh: it ignores which host it is to reach."""
 
 import json
 import subprocess
@@ -16,12 +16,15 @@ AGENT = [sys.executable, "-m", "mindspeed_asyncflow.service.host_agent"]
 pytestmark = pytest.mark.slow
 
 
-def launch(tmp_path, hosts, *options, launcher="sh -c"):
+def launch(tmp_path, hosts, *options, launcher=""):
+    here = tmp_path / "here"
+    here.write_text('#!/bin/sh\nexec sh -c "$2"\n')
+    here.chmod(0o755)
     file = tmp_path / "hosts.txt"
     file.write_text(hosts)
     command = [sys.executable, "-m", "mindspeed_asyncflow.service.superpod", "--hosts", str(file)]
     command += ["--config", "configs/debug/reference_engine.yaml", "--set", f"run.folder={tmp_path}/runs"]
-    command += ["--launcher", launcher, *options]
+    command += ["--launcher", launcher or str(here), *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 

@@ -104,7 +104,7 @@ def test_a_host_that_dies_ends_a_slurm_job_on_all_others_with_its_name(hosts, tm
         job = subprocess.Popen(command, env=in_slurm(hosts), stdout=file, stderr=subprocess.STDOUT)
     try:
         until = time.monotonic() + 400
-        while "step 2/" not in said.read_text():
+        while "step 1/" not in said.read_text():
             assert job.poll() is None and time.monotonic() < until, said.read_text()
             time.sleep(0.2)
         hosts.hosts[2].kill()
