@@ -19,6 +19,7 @@ TINY = [
 CONFIG = "configs/qwen_tiny_cpu.yaml"
 
 
+@pytest.mark.slow
 def test_a_plan_for_this_machine_passes_check(tmp_path, capsys):
     out = tmp_path / "planned.yaml"
     assert cli.main(["plan", CONFIG, *TINY, "--max-lag", "2", "--simulations", "2", f"--out={out}"]) == 0

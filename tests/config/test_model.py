@@ -8,6 +8,7 @@ from mindspeed_asyncflow.errors import ConfigError
 from tests.reshard.models import DEEPSEEK_R1, FAMILIES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_and_shapes_are_those_that_transformers_saves(family, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -102,6 +102,7 @@ def test_each_source_has_its_share_and_uses_all_rows_equally_often(mix, batch, d
         assert set(used.values()) == {5}
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(mixes, st.integers(1, 5), st.booleans(), st.integers(0, 3))
 def test_going_on_at_any_position_equals_never_having_stopped(mix, batch, drop_last, seed):

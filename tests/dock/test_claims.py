@@ -211,6 +211,7 @@ def test_closing_waits_for_claims_and_pins_and_then_forgets_the_name(bench):
         bench.control.close("x", bench.now)
 
 
+@pytest.mark.slow
 def test_more_partitions_can_be_closed_than_there_are_numbers(bench):
     for turn in range(1100):
         bench.put([1], size=1, partition=str(turn))

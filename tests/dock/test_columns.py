@@ -19,6 +19,7 @@ def packed(columns, name, values):
 ROWS = st.lists(arrays(np.int32, st.integers(0, 9)), max_size=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(ROWS, st.randoms(use_true_random=False))
 def test_ragged_rows_come_back_equal_in_any_order_and_selection_copies_nothing(rows, rng):

@@ -17,6 +17,7 @@ COLUMN_SETS = st.lists(st.lists(st.sampled_from("abc"), unique=True), min_size=1
 # -- readiness ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(COLUMN_SETS, st.integers(0, 1000))
 def test_a_row_is_offered_exactly_when_all_columns_of_the_task_are_written(new_bench, columns, seed):
@@ -125,6 +126,7 @@ def test_done_by_task_and_rows_reaches_over_claims(bench):
         bench.control.done_rows(part, "first", slots, bench.now)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000))
 def test_random_schedules_lose_no_row_and_serve_none_twice(new_bench, seed):

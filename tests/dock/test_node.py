@@ -36,6 +36,7 @@ def write(rows: np.ndarray, tokens: int, timeout_s: float = 5.0) -> Message:
     })  # fmt: skip
 
 
+@pytest.mark.slow
 def test_thousands_of_batches_recycle_one_arena_and_leave_it_whole(node):
     """No segment per batch, no byte and no free run lost, whatever the order in which rows go."""
     before, rng, alive = set(os.listdir("/dev/shm")), np.random.default_rng(0), np.empty(0, np.int64)

@@ -182,6 +182,7 @@ def test_an_asker_that_disconnects_or_runs_out_of_time_takes_no_row_of_any_pair(
     leaver.close()
 
 
+@pytest.mark.slow
 def test_thousands_of_waits_that_are_called_off_leave_the_link_open(docks):
     dock = docks(2)
     client = dock.client(home=0)

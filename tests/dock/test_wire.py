@@ -33,6 +33,7 @@ def decode(frame: bytes, most_bytes: int = 1 << 20) -> wire.Message:
     return wire.decode_body(header, memoryview(frame)[HEADER.size :])
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(max_size=5), PLAIN | ARRAYS, max_size=6))
 def test_a_message_arrives_to_the_bit(message):

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_example_of_the_planner_page_prints_what_is_printed_there():
     page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
     (example, printed) = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL).groups()

@@ -13,6 +13,7 @@ TRAITS = {
 }
 
 
+@pytest.mark.slow
 def test_the_matrix_has_sixty_pairs_and_every_trait_often():
     cases = matrix.all_cases()
     assert len(cases) >= 60

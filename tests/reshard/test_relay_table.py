@@ -30,6 +30,7 @@ def cut_models(draw):  # type: ignore[no-untyped-def]
     return shapes, writers, draw(st.sampled_from(["float32", "bfloat16"]))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(cut_models())
 def test_every_element_of_every_tensor_has_exactly_one_place(model) -> None:  # type: ignore[no-untyped-def]

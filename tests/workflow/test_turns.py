@@ -96,6 +96,7 @@ def make(interrupt: bool, replicas: int = 2, seed: int = 0) -> tuple[Device, dic
     return device, workers, turns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupt", [False, True], ids=["colocated", "lend"])
 def test_random_turns_never_meet_on_a_device_and_never_wait_for_ever(interrupt):
     """Batches of three replicas, two lanes each, steps and savings of the trainer, in 100 random orders; a fifth of the
