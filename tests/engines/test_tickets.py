@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mindspeed_asyncflow.engines.step_backend import Finished
-from mindspeed_asyncflow.engines.tickets import Books, Ticket
+from mindspeed_asyncflow.engines.tickets import Books, Ticket, check_sampled
 from mindspeed_asyncflow.errors import EngineError
 from mindspeed_asyncflow.records import GenRequest, VersionSpan
 from tests.engines.bench import ask, prompt
@@ -59,3 +59,20 @@ def test_a_failure_reaches_every_open_call() -> None:
     for ticket in tickets:
         with pytest.raises(EngineError, match="gone"):
             list(ticket.collect(lambda: 1.0))
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "said"),
+    [
+        ([3, 10], [-1.0, -2.0], "token 1 of the answer is id 10 with log-probability -2, where the tokenizer has 10"),
+        ([-1, 3], [-1.0, -1.0], "token 0 of the answer is id -1"),
+        ([3, 4], [-1.0, -np.inf], "token 1 of the answer is id 4 with log-probability -inf"),
+        ([3, 4], [np.nan, -1.0], "token 0 of the answer is id 3 with log-probability nan"),
+    ],
+)
+def test_tokens_that_no_policy_gives_are_refused(ids: list[int], logprobs: list[float], said: str) -> None:
+    """Known issue 9, B71: a padding row of the vocabulary won, and everything after it is worthless."""
+    check_sampled(Finished("r", [0, 9], [0.0, -30.0], "stop"), 10)
+    check_sampled(Finished("r", (), (), "abort"), 10)
+    with pytest.raises(EngineError, match=said):
+        check_sampled(Finished("r", ids, logprobs, "stop"), 10)
