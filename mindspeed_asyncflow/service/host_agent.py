@@ -193,4 +193,6 @@ class Agent:
 
 
 if __name__ == "__main__":
-    sys.exit(Agent().serve())
+    status = Agent().serve()
+    sys.stdout.flush()
+    os._exit(status)  # one thread still reads, another one beats

@@ -50,3 +50,13 @@ def test_a_named_folder_must_be_new_or_empty(tmp_path):
     assert made.config.read_text() == "x: 1\n"
     with pytest.raises(ConfigError, match="cannot make"):
         RunFolder.create_at(made.config / "under a file", "")
+
+
+def test_a_reserved_folder_is_the_latest_and_takes_the_run_beside_its_logs(tmp_path):
+    reserved = RunFolder.reserve(tmp_path, "grpo")
+    (reserved.logs / "node0.log").write_text("of the launch")
+    run = RunFolder.create_at(reserved.path, "a: 1\n")
+    assert (tmp_path / "latest").resolve() == run.path.resolve()
+    assert run.config.read_text() == "a: 1\n" and (run.logs / "node0.log").exists()
+    with pytest.raises(ConfigError, match="not empty"):
+        RunFolder.create_at(reserved.path, "a: 2\n")

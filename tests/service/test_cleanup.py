@@ -1,3 +1,4 @@
+import mmap
 import subprocess
 import sys
 import time
@@ -24,6 +25,17 @@ def test_only_files_of_dead_drivers_are_removed(shm):
     assert sorted(p.name for p in shm.iterdir()) == ["asyncflow-1-arena", "someone-elses"]
 
 
+def test_a_file_that_somebody_has_mapped_is_not_left_though_no_driver_of_its_number_lives_here(shm):
+    """The driver of a run over several nodes lives on one of them."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    file = shm / f"asyncflow-{dead.pid}-arena1"
+    file.write_bytes(bytes(4096))
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 4096):
+        assert cleanup.remove_stale(shm) == [] and file.exists()
+    assert cleanup.remove_stale(shm) == [file.name]
+
+
 def test_own_files_are_removed_by_name_of_this_process(shm):
     mine = cleanup.shm_path("relay")
     open(mine, "w").close()
@@ -42,17 +54,22 @@ def test_a_process_that_ignores_the_request_to_end_is_killed():
 
 @pytest.mark.slow
 def test_the_reaper_ends_marked_processes_when_the_driver_dies_without_cleaning(tmp_path):
-    """B97: a driver that is killed; its orphan carries the mark and is ended, the scratch folder goes too."""
+    """B97: a driver that is killed; its orphan carries the mark and is ended, the scratch folder goes too, and what the
+    orphan has mapped for a driver on another node."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
+    elsewhere = cleanup.SHM / f"asyncflow-test-{tmp_path.parent.name}-{tmp_path.name}"
+    maps = (
+        f"import mmap, os, time; f = open({str(elsewhere)!r}, 'w+b'); f.write(bytes(4096)); f.flush(); "
+        "m = mmap.mmap(f.fileno(), 4096); print(os.getpid(), flush=True); time.sleep(60)"
+    )
     code = (
         "import subprocess, sys, pathlib, time\n"
         "from mindspeed_asyncflow.service import cleanup\n"
         "mark = cleanup.mark_environment()\n"
         f"cleanup.start_reaper(mark, pathlib.Path({str(scratch)!r}))\n"
-        "orphan = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
         "open(cleanup.shm_path('x'), 'w').close()\n"
-        "print(orphan.pid, flush=True)\n"
+        f"subprocess.Popen([sys.executable, '-c', {maps!r}], start_new_session=True)\n"
         "time.sleep(60)\n"
     )
     driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -65,4 +82,4 @@ def test_the_reaper_ends_marked_processes_when_the_driver_dies_without_cleaning(
     while scratch.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not scratch.exists()
-    assert not list(cleanup.SHM.glob(f"asyncflow-{driver.pid}-*"))
+    assert not list(cleanup.SHM.glob(f"asyncflow-{driver.pid}-*")) and not elsewhere.exists()
