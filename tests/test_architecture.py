@@ -188,17 +188,19 @@ CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglo
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_configuration_loads_and_passes_its_check(name, monkeypatch):
-    from mindspeed_asyncflow.cli.preflight import model_sizes
+    from mindspeed_asyncflow.cli.preflight import inspect, model_sizes
     from mindspeed_asyncflow.config import checks, load_config, schedules
-    from mindspeed_asyncflow.config.machine import Machine
+    from mindspeed_asyncflow.config.machine import Machine, assume
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(Machine, "has_module", lambda self, module: True)
     config = load_config(name)
-    npus = 16 if config.run.platform == "npu" else 0
-    machine = Machine(2, npus, 24 << 30, 24 << 30, 12 << 30, 50 << 30)
+    machine = Machine(2, 0, 24 << 30, 24 << 30, 12 << 30, 50 << 30)
     if config.rollout.engine == "simulated":  # its devices are not those of a machine
         errors = [message for level, _, message in schedules.rules(config) if level == "error"]
+    elif config.run.platform == "npu":
+        cluster = assume(config.cluster.devices, config.cluster, machine)
+        errors = [str(f) for f in inspect(config, cluster) if f.level == "error"]
     else:
         errors = [str(f) for f in checks.check(config, machine, model_sizes(config)) if f.level == "error"]
     assert errors == []

@@ -1,6 +1,8 @@
 """What `asyncflow check` says of the Ascend software and devices of a node, from what was seen there."""
 
+import os
 import socket
+import time
 from dataclasses import replace
 
 import pytest
@@ -173,3 +175,34 @@ def test_check_shows_the_node_and_counts_its_findings(monkeypatch, capsys):
     monkeypatch.setattr(preflight, "look", lambda config, machine: replace(NODE, cann=""))
     assert cli.main(["check", "configs/qwen_tiny_npu.yaml"]) == 2
     assert "error: run.platform: CANN is not found" in capsys.readouterr().out
+
+
+def test_a_node_whose_tool_and_pythons_hang_is_seen_in_time(tmp_path, monkeypatch):
+    for name in ("npu-smi", "python"):
+        (tmp_path / name).write_text("#!/bin/sh\nexec sleep 60\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(ascend, "PROBE_S", 0.4)
+    monkeypatch.setattr(ascend.npu_smi, "TIMEOUT_S", 0.4)
+    python = str(tmp_path / "python")
+    start = time.monotonic()
+    node = ascend.look(config_of(f"placement.trainer_python={python}", f"placement.rollout_python={python}"))
+    assert time.monotonic() - start < 5
+    said = {(f.keys[0], f.message) for f in ascend._devices(node)} | {("", str(node.environments["trainer"]))}
+    assert all("does not answer within" in text or "did not answer within" in text for _, text in said)
+
+
+def test_a_node_is_seen_through_the_programs_on_its_path(tmp_path, monkeypatch):
+    table = (
+        "| npu-smi 25.5.2  Version: 25.5.2 |\n| NPU Name | Health | Power |\n| Chip Phy-ID | Bus-Id | HBM-Usage(MB) |\n"
+    )
+    rows = "| 0 Ascend910 | OK | 160 |\n| 1 1 | 0000:9F:00.0 | 0 0 / 0 2885/ 65536 |\n"
+    (tmp_path / "npu-smi").write_text(f"#!/bin/sh\ncat <<'END'\n{table}{rows}END\n")
+    (tmp_path / "npu-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")
+    node = ascend.look(config_of())
+    assert node.devices == Report("25.5.2", (Chip(1, 0, "Ascend910", "OK", 2885, 65536),))
+    assert node.driver == "25.5.2" and node.visible == "1"
+    assert node.environments["trainer"] == node.environments["rollout"]
+    assert node.environments["trainer"].versions["torch"]
