@@ -88,6 +88,19 @@ def test_a_device_without_triton_for_ascend_runs_torch_and_says_why(fake_triton,
     assert missing in caplog.text
 
 
+def test_a_device_whose_driver_triton_cannot_use_runs_torch_and_says_why(fake_triton, monkeypatch, caplog):
+    monkeypatch.setattr(sys.modules["triton.runtime"], "driver", types.SimpleNamespace())
+    assert kernels.vocabulary_path(on_npu(torch.bfloat16), "stats") is vocabulary_torch.stats
+    assert "no NPU driver that it can use" in caplog.text and "AttributeError" in caplog.text
+
+
+def test_a_kernel_that_fails_names_the_way_around_it(fake_triton, monkeypatch):
+    launch = importlib.import_module("cann_kernels.launch")
+    monkeypatch.setitem(launch._KERNELS, "stats", {})  # has no grid
+    with pytest.raises(PlatformError, match=r"vocabulary_stats .*ASYNCFLOW_KERNELS=torch"):
+        launch.ON_DEVICE.stats(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), 0, 2, 1.0)
+
+
 def test_an_unknown_choice_of_path_is_refused(monkeypatch):
     monkeypatch.setenv(kernels.KERNELS_ENV, "triton")
     with pytest.raises(PlatformError, match="ASYNCFLOW_KERNELS='triton'"):

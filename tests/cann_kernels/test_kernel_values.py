@@ -1,9 +1,9 @@
 """The lowered kernels, run on this processor, against float64."""
 
-import exactly
 import pytest
 import torch
 
+from cann_kernels import exactly
 from mindspeed_asyncflow.platforms import kernels, vocabulary_torch
 
 pytestmark = pytest.mark.slow
@@ -29,32 +29,32 @@ def example(rows: int, width: int, scale: float, dtype: torch.dtype) -> tuple[to
     return logits, targets
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3, 4])
 @pytest.mark.parametrize("scale", [1.0, 3.0, 8.0, 30.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_whole_vocabulary_agrees_with_float64(dtype, scale, shards):
-    logits, targets = example(3, VOCABULARY, scale, dtype)
-    slopes = torch.tensor([[1.0, -0.5, 0.3], [0.2, 0.7, -1.0]])
-    for temperature in (1.0, 0.7):
+def test_a_whole_vocabulary_agrees_with_float64(dtype, scale):
+    """On one to four shards; on three, the last one ends in padding."""
+    logits, targets = example(2, VOCABULARY, scale, dtype)
+    slopes = torch.tensor([[1.0, -0.5], [0.2, 0.7]])
+    wanted = exactly.in_float64(logits, targets, 0.7)
+    wanted_gradient = exactly.gradients_in_float64(logits, targets, 0.7, slopes)
+    for shards in (1, 2, 3, 4):
         parts = exactly.cut(logits, shards)
-        found = exactly.over_shards(parts, targets, temperature, VOCABULARY)
-        exactly.assert_values(found, exactly.in_float64(logits, targets, temperature), IN_TURN)
-        gradient = exactly.gradients(parts, targets, temperature, VOCABULARY, slopes)
-        exactly.assert_gradient(gradient, exactly.gradients_in_float64(logits, targets, temperature, slopes))
+        exactly.assert_values(exactly.over_shards(parts, targets, 0.7, VOCABULARY), wanted, IN_TURN)
+        exactly.assert_gradient(exactly.gradients(parts, targets, 0.7, VOCABULARY, slopes), wanted_gradient)
 
 
 @pytest.mark.parametrize("width", [1, 31, 511, 512, 513, 4095, 4096, 4097, 4608, 9001])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ragged_ends_of_tiles_agree_with_float64(dtype, width):
-    for rows in (1, 2, 3, 7):  # fewer and more than programs in the grid
+    for rows in (1, 7):  # fewer and more than programs in the grid
         logits, targets = example(rows, width, 3.0, dtype)
         slopes = torch.linspace(-1, 1, 2 * rows).view(2, rows)
         for shards in {1, min(3, width)}:
             parts = exactly.cut(logits, shards)
-            found = exactly.over_shards(parts, targets, 0.7, width)
-            exactly.assert_values(found, exactly.in_float64(logits, targets, 0.7), IN_TURN)
-            gradient = exactly.gradients(parts, targets, 0.7, width, slopes)
-            exactly.assert_gradient(gradient, exactly.gradients_in_float64(logits, targets, 0.7, slopes))
+            found = exactly.over_shards(parts, targets, 1.0, width)
+            exactly.assert_values(found, exactly.in_float64(logits, targets, 1.0), IN_TURN)
+            gradient = exactly.gradients(parts, targets, 1.0, width, slopes)
+            exactly.assert_gradient(gradient, exactly.gradients_in_float64(logits, targets, 1.0, slopes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

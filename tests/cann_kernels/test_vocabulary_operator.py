@@ -1,11 +1,11 @@
 """The vocabulary operator in torch: against float64, over shards, chunk by chunk, and as torch sees it."""
 
-import exactly
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cann_kernels import exactly
 from mindspeed_asyncflow.errors import EngineError
 from mindspeed_asyncflow.platforms import vocabulary_torch
 from mindspeed_asyncflow.platforms.vocabulary import (

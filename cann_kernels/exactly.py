@@ -64,7 +64,7 @@ def gradients_in_float64(
 def assert_values(
     found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor], atol: float = 1e-5
 ) -> None:
-    """The tolerances of cann_kernels/README.md: a log-probability of -200 has steps of 1.5e-5 in fp32."""
+    """The tolerances of README.md: a log-probability of -200 has steps of 1.5e-5 in fp32."""
     torch.testing.assert_close(found[0].double(), wanted[0], rtol=1.2e-7, atol=atol)
     torch.testing.assert_close(found[1].double(), wanted[1], rtol=0, atol=atol)
 
