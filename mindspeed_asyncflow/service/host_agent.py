@@ -44,6 +44,8 @@ ANSWER = "\x1easyncflow "
 BEAT_S = 2.0  # between two signs of life of either side
 FIRST_S = 120.0  # for the first request
 RAY_UP = "Ray runtime started"  # what `ray start` prints once the node has joined
+RAY_LATE = "timed out during startup"  # and after 30 s, which it always gives its daemons: too little on a busy machine
+RAY_TRIES = 3
 RAY_STOP_S, DRIVER_STOP_S = 5.0, 25.0  # to end in order
 
 
@@ -93,6 +95,7 @@ class Agent:
             "hello": self._hello,
             "check": self._check,
             "ray": self._start_ray,
+            "again": lambda content: self._try_ray(*content),  # from this process
             "run": self._run,
             "interrupt": self._interrupt,
             "owner": self._own,
@@ -145,15 +148,31 @@ class Agent:
         command += [f"--object-store-memory={OBJECT_STORE_BYTES}", f"--resources={json.dumps(told['resources'])}"]
         role = [f"--address={told['join']}"] if told["join"] else ["--head", "--include-dashboard=false"]
 
+        self._tail = LogTail(self._scratch, self._say)
+        self._try_ray([*command, *role, *told["arguments"]], RAY_TRIES)
+
+    def _try_ray(self, command: list[str], tries: int) -> None:
+        late = threading.Event()
+
         def seen(line: str) -> None:
             if RAY_UP in line:
                 self._answer(ray="up")
+            if RAY_LATE in line:
+                late.set()
 
         def ended(status: int) -> None:
-            self._answer(failed=f"its Ray has ended with status {status}")
+            if late.is_set() and tries > 1:
+                self._say("ray: starting it again")
+                cleanup.end_processes(cleanup.run_processes(self._mark, self._scratch, self._spared), grace_s=0.0)
+                self._inbox.put({"again": (command, tries - 1)})
+            else:
+                self._answer(failed=f"its Ray has ended with status {status}")
 
-        self._ray = Child([*command, *role, *told["arguments"]], self._say, name="ray", seen=seen, ended=ended)
-        self._tail = LogTail(self._scratch, self._say)
+        self._ray = Child(command, self._say, name="ray", seen=seen, ended=ended)
+
+    @property
+    def _spared(self) -> int:
+        return 0 if self._reaper is None else self._reaper.pid
 
     def _run(self, told: dict[str, Any]) -> None:
         os.environ.update(told["environment"])
@@ -176,7 +195,7 @@ class Agent:
             self._driver.stop(DRIVER_STOP_S)
         if self._reaper is None:
             return
-        spare = self._reaper.pid
+        spare = self._spared
         files = cleanup.shared_files(cleanup.run_processes(self._mark, self._scratch, spare))
         if self._ray is not None:
             self._ray.stop(RAY_STOP_S)

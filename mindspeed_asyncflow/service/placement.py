@@ -63,7 +63,7 @@ def no_ray(error: Exception, waited_s: float, address: str) -> str:
     turn = (
         "is it running, and is this machine one of its nodes?"
         if address
-        else ("free the machine, or give its daemons longer: RAY_raylet_start_wait_time_s=SECONDS in the environment")
+        else "Ray gives its daemons 30 s: free the machine, and look for other Rays on it (`ray status`)"
     )
     return f"{what} ({type(error).__name__} after {waited_s:.0f} s: {str(error).strip()}); {turn}"
 
