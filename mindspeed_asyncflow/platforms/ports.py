@@ -68,6 +68,7 @@ def hold_port(port: int = 0, *, host: str = "127.0.0.1", attempts: int = 1, knob
     )
 
 
+HCCL_PORT_VARIABLES = ("HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
 HCCL_BASE_PORTS = 16  # HCCL_IF_BASE_PORT and the ports after it: one for each device of a node
 _DEVICE_PORTS = 16  # of one process on one device
 _RELAY_PORTS = 8  # one server listens on a node; spare ones for ports that are taken
@@ -82,12 +83,12 @@ class HcclPorts:
 
     def environment(self) -> dict[str, str]:
         """What a process of the group must have in its environment before it loads torch_npu."""
+        base, *ranges = HCCL_PORT_VARIABLES
         if self.host is None:
-            return {"HCCL_HOST_SOCKET_PORT_RANGE": "auto", "HCCL_NPU_SOCKET_PORT_RANGE": "auto"}
-        named = {"HCCL_IF_BASE_PORT": str(self.host.start)}
+            return dict.fromkeys(ranges, "auto")
+        named = {base: str(self.host.start)}
         if self.device is not None:
-            named["HCCL_HOST_SOCKET_PORT_RANGE"] = _written(self.host)
-            named["HCCL_NPU_SOCKET_PORT_RANGE"] = _written(self.device)
+            named |= zip(ranges, (_written(self.host), _written(self.device)))
         return named
 
 

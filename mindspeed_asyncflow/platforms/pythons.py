@@ -14,8 +14,11 @@ from pathlib import Path
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import PlatformError
 
-NEEDED = ("numpy", "psutil", "pydantic", "ray", "torch", "transformers", "yaml")  # modules of every environment
-_ASKED = ("ray", "torch", "torch_npu", "numpy", "vllm", "vllm-ascend", "megatron-core", "mindspeed", "triton-ascend")
+NEEDED = ("ml_dtypes", "msgspec", "numpy", "psutil", "pydantic", "ray", "torch", "transformers", "yaml")  # everywhere
+_ASKED = (
+    *("ray", "torch", "torch_npu", "numpy", "vllm", "vllm-ascend"),
+    *("megatron-core", "mindspeed", "triton-ascend", "scipy"),
+)
 _PROBE = f"""
 import importlib.metadata as m, importlib.util as u, json, sys
 def version(name):

@@ -17,8 +17,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.platforms.allocator import allocator_environment
-from mindspeed_asyncflow.platforms.ports import HcclPorts, plan_ports
+from mindspeed_asyncflow.platforms.ports import HCCL_PORT_VARIABLES, HcclPorts, plan_ports
 from mindspeed_asyncflow.platforms.pythons import Environment, check_together, probe, pythons
 
 
@@ -33,6 +34,12 @@ class Sides:
         self._settings, self._present = config.placement, present
         self._python = pythons(config)
         self.ports = plan_ports(config) if npu else None
+        for name in sorted({*HCCL_PORT_VARIABLES} & {*present}) if npu else ():
+            get_logger("service").warning(
+                "%s=%s of the shell is not used: placement.hccl_ports and hccl_port_range say which ports HCCL takes",
+                name,
+                present[name],
+            )
 
     def trainer(self) -> dict[str, Any]:
         return self._trainer_side(self.ports.trainer if self.ports else None)

@@ -53,6 +53,12 @@ def test_options_of_the_shell_and_of_the_settings_stay_beside_ours():
     assert found.replica(0)["environment"][ALLOCATOR] == "page_size:1g,expandable_segments:True"
 
 
+def test_ports_of_the_shell_are_not_used_which_is_said(caplog):
+    found = sides(present={"HCCL_IF_BASE_PORT": "61000"}.items())
+    assert "HCCL_IF_BASE_PORT=61000 of the shell is not used: placement.hccl_ports" in caplog.text
+    assert found.trainer()["environment"]["HCCL_IF_BASE_PORT"] != "61000"
+
+
 def test_a_port_that_the_settings_name_themselves_is_left():
     found = sides("placement.rollout_env={HCCL_IF_BASE_PORT: '50000'}")
     assert found.replica(0)["environment"]["HCCL_IF_BASE_PORT"] == "50000"
