@@ -80,12 +80,14 @@ def _parallel(config: Config, model: Mapping[str, Any]) -> list[Finding]:
 
 
 def _rotary(model: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
-    """The trainer rotates by the plain angles; older files name the scaling `rope_scaling`, and its kind `type`."""
+    """What the trainer refuses at its start. Older files name the scaling `rope_scaling`, and its kind `type`."""
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
+    known = kind == "yarn" and model["model_type"] == "deepseek_v3" and rope.get("mscale") == rope.get("mscale_all_dim")
+    if kind != "default" and not known:
         text = f"rotary scaling {kind!r} of its config.json is not supported by the trainer, which refuses to start"
-        yield Finding("warning" if machine.assumed else "error", ("model.source",), text)
+        also = "; it knows yarn of deepseek_v3 with mscale equal to mscale_all_dim"
+        yield Finding("warning" if machine.assumed else "error", ("model.source",), text + also)
 
 
 Raw = tuple[Literal["error", "warning"], tuple[str, ...], str]

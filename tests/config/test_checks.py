@@ -3,6 +3,7 @@
 import json
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,7 @@ class FullMachine(Machine):
         return True
 
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 BOX = FullMachine(2, 0, 24 << 30, 20 << 30, 8 << 30, 50 << 30)
 
 
@@ -194,3 +196,11 @@ def test_rotary_scaling_that_the_trainer_does_not_know_is_refused_and_of_an_assu
     assert levels == {False: ["error"], True: ["warning"]}
     plain = check(parse_config("", []), BOX, TINY | {"rope_scaling": None})
     assert not any("rotary" in f.message for f in plain)
+
+
+@pytest.mark.parametrize(("all_dim", "refused"), [(1.0, False), (0.7, True), (None, True)])
+def test_yarn_of_deepseek_is_known_where_it_does_not_lengthen_rotated_parts(all_dim, refused):
+    model = json.loads((CONFIGS / "models/deepseek-r1/config.json").read_text())
+    model["rope_scaling"]["mscale_all_dim"] = all_dim
+    found = check(parse_config("", []), BOX, model)
+    assert any("rotary" in f.message for f in found) == refused

@@ -12,6 +12,7 @@ from mbridge.models.qwen2 import Qwen2Bridge
 from mbridge.models.qwen3 import Qwen3Bridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mindspeed_asyncflow.config.schema import TrainerConfig
 from mindspeed_asyncflow.engines.megatron.model import PackedModel, PolicyModel, ValueModel
@@ -77,12 +78,32 @@ class _LocalSpec:
     def _build_base_config(self, **kwargs: Any) -> Any:
         return super()._build_base_config(**(kwargs | self._settings))  # type: ignore[misc]
 
-    def _rope_theta(self) -> float:
+    SCALINGS: tuple[str, ...] = ()  # of rotary angles, beside none
+
+    def _rope(self) -> dict[str, Any]:
+        """The rotary settings of config.json. Raises `DataError` for a scaling that this trainer does not compute."""
         config = self.hf_config  # type: ignore[attr-defined]
         rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        if rope.get("rope_type", "default") != "default":
-            raise DataError(f"rotary scaling {rope['rope_type']!r} is not supported by the trainer")
-        return float(rope.get("rope_theta") or config.rope_theta)
+        if rope.get("rope_type", "default") not in ("default", *self.SCALINGS):
+            raise DataError(f"rotary scaling {rope['rope_type']!r} is not supported by the trainer for this model type")
+        return dict(rope)
+
+    def _rope_theta(self) -> float:
+        return float(self._rope().get("rope_theta") or self.hf_config.rope_theta)  # type: ignore[attr-defined]
+
+    def _scaled_frequencies(self) -> torch.Tensor | None:
+        """float32 [D/2]; None where they are those of the base alone."""
+        rope = self._rope()
+        if rope.get("rope_type", "default") == "default":
+            return None
+        config = self.hf_config  # type: ignore[attr-defined]
+        frequencies, length = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+        if length != 1.0:
+            raise DataError(
+                f"rotary scaling {rope['rope_type']!r} also makes rotated parts {length:g} times as long; only mscale "
+                "equal to mscale_all_dim is supported by the trainer"
+            )
+        return frequencies.float()
 
     def _model_provider(self, post_model_creation_callbacks: Any = ()) -> Any:
         hf_config = self.hf_config  # type: ignore[attr-defined]
@@ -101,6 +122,7 @@ class _LocalSpec:
                 post_process=post_process,
                 position_embedding_type="rope",
                 rotary_base=self._rope_theta(),
+                inv_freq=self._scaled_frequencies(),
                 vp_stage=vp_stage,
             )
             if self._values:
@@ -150,7 +172,12 @@ class _LocalQwen3MoE(_LocalSpec, Qwen3MoEBridge):
 
 
 class _LocalDeepseekV3(_LocalSpec, DeepseekV3Bridge):
-    """Latent attention, leading dense layers, shared experts. Multi-token prediction is no part of the policy."""
+    """Latent attention, leading dense layers, shared experts. Multi-token prediction is no part of the policy.
+
+    Under YaRN the frequencies are other ones and attention scores are scaled, which megatron derives from
+    `rotary_scaling_factor` and `mscale_all_dim`."""
+
+    SCALINGS = ("yarn",)
 
     _ATTENTION_MAPPING = DeepseekV3Bridge._ATTENTION_MAPPING | {
         "self_attention.q_layernorm.weight": ["model.layers.{layer_number}.self_attn.q_a_layernorm.weight"],
@@ -160,6 +187,7 @@ class _LocalDeepseekV3(_LocalSpec, DeepseekV3Bridge):
     def _build_config(self) -> Any:
         hf = self.hf_config
         dense = min(hf.first_k_dense_replace, hf.num_hidden_layers)
+        rope = self._rope()
         return self._build_base_config(
             qk_layernorm=True,
             q_lora_rank=hf.q_lora_rank,
@@ -169,7 +197,8 @@ class _LocalDeepseekV3(_LocalSpec, DeepseekV3Bridge):
             v_head_dim=hf.v_head_dim,
             rope_type="rope",
             rotary_base=self._rope_theta(),
-            rotary_scaling_factor=1.0,
+            rotary_scaling_factor=float(rope.get("factor") or 1.0),
+            mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
             num_moe_experts=hf.n_routed_experts,
             moe_layer_freq=[0] * dense + [1] * (hf.num_hidden_layers - dense),
             moe_ffn_hidden_size=hf.moe_intermediate_size,

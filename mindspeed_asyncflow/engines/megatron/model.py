@@ -32,8 +32,12 @@ class PackedModel(GPTModel):
 
     SPLIT = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, inv_freq: torch.Tensor | None = None, **kwargs: Any) -> None:
+        """inv_freq: float32 [D/2], rotary frequencies in place of those that follow from the base."""
         super().__init__(*args, **kwargs)
+        if inv_freq is not None:
+            self.rotary_pos_emb = NoRotary(inv_freq)
+            return
         if self.config.multi_latent_attention:  # each of megatron's layers has a table of its own; ours have none
             rope = RotaryEmbedding(self.config.qk_pos_emb_head_dim, 1.0, rotary_base=self.config.rotary_base)
         else:

@@ -45,14 +45,18 @@ CASES = [
     ("deepseek_v3", {"context_parallel": 2}),
     ("deepseek_v3", {**SP2, **DP2, "expert_parallel": 2}),
     ("deepseek_v3_plain_queries", SP2),
+    ("deepseek_v3_yarn", {}),
 ]
 KV = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 64}
+YARN |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}  # as DeepSeek-R1 but for its length
 MODELS = {  # name -> kind and changed sizes
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3_plain_queries": ("deepseek_v3", {"q_lora_rank": None, "num_hidden_layers": 2}),
+    "deepseek_v3_yarn": ("deepseek_v3", {"rope_parameters": YARN}),
     "qwen2_7_layers": ("qwen2", {"num_hidden_layers": 7, "tie_word_embeddings": False}),
     "qwen2_48_layers": ("qwen2", {"num_hidden_layers": 48, "hidden_size": 16, "intermediate_size": 16}),
     "qwen2_1003_tokens": ("qwen2", {"vocab_size": 1003, "num_hidden_layers": 1, "tie_word_embeddings": False}),
