@@ -139,12 +139,13 @@ def _candidates(path: str) -> Iterator[str]:
     section, _, rest = path.lower().replace("-", "_").rpartition(".")
     top = section.split(".")[0]
     own = [p for p in all_paths() if p.startswith(top + ".")] if top else []
+    inner = [p for p in own if p.rpartition(".")[0] == section] if section != top else []
     if rest in ALIASES:
         # `tensor_parallel_size` under `trainer` means the trainer's own, whatever the alias says.
         yield from (p for p in own if p.rpartition(".")[2] == ALIASES[rest].rpartition(".")[2])
         yield ALIASES[rest]
     yield from (p for p in all_paths() if p.rpartition(".")[2] == rest)
-    for pool, cutoff in ((own, 0.6), (list(all_paths()), 0.7)):
+    for pool, cutoff in ((inner, 0.8), (own, 0.6), (list(all_paths()), 0.7)):
         leaves = {p.rpartition(".")[2]: p for p in reversed(pool)}
         yield from (leaves[leaf] for leaf in difflib.get_close_matches(rest, list(leaves), n=1, cutoff=cutoff))
     yield from difflib.get_close_matches(path, all_paths(), n=1, cutoff=0.6)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 
 from mindspeed_asyncflow.config.schema import RolloutConfig
-from mindspeed_asyncflow.engines.vllm.guards import VISIBLE
 from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.platforms.communicators import BUFFER_ENV
-from mindspeed_asyncflow.platforms.devices import visible_ids
 
 
 def worker_cores(cores: list[int], tensor_parallel: int, threads: int) -> str:
@@ -52,6 +50,3 @@ def _prepare_npu(rollout: RolloutConfig) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # it mistakes an answer that goes on for a prompt
     if rollout.ascend.hccl_buffer_mb is not None:
         os.environ[BUFFER_ENV] = str(rollout.ascend.hccl_buffer_mb)
-    visible = visible_ids(os.environ.get(VISIBLE))
-    if visible is not None:  # ascending, as the runtime counts: vllm-ascend takes the list as it is
-        os.environ[VISIBLE] = ",".join(map(str, visible))

@@ -70,11 +70,17 @@ def _check_memory(environ: Mapping[str, str], sleep: bool) -> None:
 def _check_devices(environ: Mapping[str, str], tensor_parallel: int) -> None:
     """Workers count the visible devices from 0, so that a replica needs as many of them as it has workers."""
     visible = visible_ids(environ.get(VISIBLE))
-    if visible is not None and len(visible) < tensor_parallel:
-        raise PlatformError(
-            f"rollout.tensor_parallel={tensor_parallel} with {VISIBLE}={environ[VISIBLE]}: {len(visible)} devices are "
-            "visible to this replica"
-        )
+    if visible is not None:
+        if len(visible) < tensor_parallel:
+            raise PlatformError(
+                f"rollout.tensor_parallel={tensor_parallel} with {VISIBLE}={environ[VISIBLE]}: {len(visible)} devices "
+                "are visible to this replica"
+            )
+        if [int(part) for part in environ[VISIBLE].split(",")] != visible:
+            raise PlatformError(
+                f"{VISIBLE}={environ[VISIBLE]} is not ascending: vllm-ascend takes it as it is written, the runtime "
+                "sorts it, and a worker would name another device than it uses"
+            )
     if not any(environ.get(name) for name in PORTS):
         raise PlatformError(
             f"none of {', '.join(PORTS)} is set: this replica would listen where every other HCCL job of the node does "

@@ -103,6 +103,13 @@ def test_a_replica_with_fewer_visible_devices_than_workers_is_refused() -> None:
         check({**GOOD, "ASCEND_RT_VISIBLE_DEVICES": "8,11"}, tensor_parallel=4)
 
 
+def test_a_list_of_devices_out_of_order_is_refused() -> None:
+    """Known issue 16, B90."""
+    check({**GOOD, "ASCEND_RT_VISIBLE_DEVICES": "3,7,11"}, tensor_parallel=2)
+    with pytest.raises(PlatformError, match="ASCEND_RT_VISIBLE_DEVICES=11,3,7 is not ascending"):
+        check({**GOOD, "ASCEND_RT_VISIBLE_DEVICES": "11,3,7"}, tensor_parallel=2)
+
+
 @pytest.mark.parametrize("value", ["1", ""])
 def test_the_second_model_runner_is_refused(value: str) -> None:
     """Known issue 17: it takes the answer of a preempted request for a part of its prompt."""
