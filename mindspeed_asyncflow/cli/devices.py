@@ -5,15 +5,21 @@ It is used before a launch on NPUs; on a CPU "devices" are cores of one memory, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from mindspeed_asyncflow.config import Config
+from mindspeed_asyncflow.config import Config, feasibility
 from mindspeed_asyncflow.config.checks import Finding
-from mindspeed_asyncflow.errors import ConfigError
+from mindspeed_asyncflow.errors import ConfigError, PlatformError
 from mindspeed_asyncflow.planner import memory
 from mindspeed_asyncflow.planner.estimate import Estimate, estimate
 from mindspeed_asyncflow.planner.work import Work
 from mindspeed_asyncflow.planner.workload import Workload
+from mindspeed_asyncflow.platforms.communicators import (
+    BUFFER_ENV,
+    TRAINER_COMMUNICATORS,
+    buffer_limit_mb,
+    communicator_bytes,
+)
 
 TRAINER, ROLLOUT = "a trainer rank", "a rollout rank"
 LABEL = "simulated, not run on NPUs"
@@ -41,6 +47,28 @@ def findings(config: Config, work: Work) -> Iterator[Finding]:
             listing = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds.items())
             text = f"{side} takes {need / 1e9:.1f} GB ({listing}), a device of cluster.preset={config.cluster.preset} "
             yield Finding("error", KNOBS[side], f"{text}has {usable / 1e9:.1f} GB to use")
+
+
+def communicator_findings(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Buffers of HCCL's groups that do not fit what a device leaves to libraries. No allocator counts them, and they
+    stay while the other side has the device."""
+    try:
+        limit = buffer_limit_mb(environ)
+    except PlatformError as error:
+        yield Finding("error", ("run.platform",), str(error))
+        return
+    ranks = config.rollout.tensor_parallel
+    replica = 0 if ranks == 1 else communicator_bytes(config.rollout.ascend.hccl_buffer_mb or limit, 2)  # world, tensor
+    trainer = communicator_bytes(limit, TRAINER_COMMUNICATORS)
+    need = trainer + replica if feasibility.sharing_replicas(config) else max(trainer, replica)
+    left = config.cluster.device.memory_gb * 1e9 * config.cluster.memory_reserve
+    if need > left:
+        yield Finding(
+            "error",
+            ("cluster.memory_reserve", "rollout.ascend.hccl_buffer_mb"),
+            f"groups of HCCL take up to {need / 1e9:.1f} GB of a device, twice {limit} MiB ({BUFFER_ENV}) for each of "
+            f"{TRAINER_COMMUNICATORS} of a trainer rank, and {left / 1e9:.1f} GB are left to libraries",
+        )
 
 
 def memory_lines(config: Config, work: Work) -> Iterator[str]:

@@ -99,6 +99,7 @@ def inspect(config: Config, machine: Machine | None = None, node: ascend.Node | 
     found += devices.findings(config, work) if work is not None else []
     if feasibility.on_npu(config, machine):
         found += ascend.findings(config, machine, node)
+        found += devices.communicator_findings(config, {} if machine.assumed else os.environ)
     if machine.assumed:
         found = list(_elsewhere(config, found))
     elif machine.nodes > 1:

@@ -13,6 +13,9 @@ from mindspeed_asyncflow.errors import PlatformError
 BUFFER_ENV = "HCCL_BUFFSIZE"
 DEFAULT_BUFFER_MB = 200
 MIB = 1 << 20
+# Groups of a trainer rank that carry collectives: at most nine of megatron's in the cases that were counted, with
+# tensor, pipeline, data and expert parallel ranks, and one for weights in place.
+TRAINER_COMMUNICATORS = 10
 
 
 def buffer_limit_mb(environ: Mapping[str, str]) -> int:

@@ -67,3 +67,19 @@ def test_figures_of_npus_carry_their_label(capsys, tmp_path):
     assert cli.main(["check", str(path), "--platform", "npu", "--assume-devices", "8"]) == 0
     out = capsys.readouterr().out
     assert "simulated, not run on NPUs" in out and "a rollout rank, of 57.6 usable" in out
+
+
+def test_buffers_of_groups_fit_what_a_device_leaves_to_libraries():
+    """Nine of megatron and one for weights, twice 200 MiB each; where devices are shared, a replica's as well."""
+    config = parse_config(SIZED, [])
+    assert list(devices.communicator_findings(config, {})) == []
+    (found,) = devices.communicator_findings(config, {"HCCL_BUFFSIZE": "400"})
+    assert found.level == "error" and found.keys[0] == "cluster.memory_reserve"
+    assert "take up to 8.4 GB of a device, twice 400 MiB (HCCL_BUFFSIZE) for each of 10" in found.message
+    assert "6.4 GB are left to libraries" in found.message
+    shared = [*("workflow.schedule=colocated", "workflow.max_lag=0"), "rollout.tensor_parallel=4", "rollout.replicas=1"]
+    both = parse_config(SIZED, [*shared, "rollout.ascend.hccl_buffer_mb=600"])
+    (found,) = devices.communicator_findings(both, {})
+    assert "take up to 6.7 GB" in found.message
+    (found,) = devices.communicator_findings(config, {"HCCL_BUFFSIZE": "much"})
+    assert "HCCL_BUFFSIZE='much'" in found.message
