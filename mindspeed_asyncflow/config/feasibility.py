@@ -97,8 +97,8 @@ def findings(config: Config, machine: Machine, model: ModelShape | None) -> Iter
         message = f"port {config.dock.port} is in use; take another, or 0 for any free one"
         yield "error", ("dock.port",), message
     if in_place(config) and on_npu(config, machine):
-        message = "engine reference computes on CPUs, and in place it would share NPUs; set rollout.engine to vllm"
-        yield "error", ("workflow.schedule", "rollout.engine"), message
+        message = "in place the plain-torch engine answers, slowly on NPUs; with vllm weights come through the relay"
+        yield "warning", ("workflow.schedule", "rollout.engine"), message
     if model is not None:
         yield from _rollout_split(config, model)
         yield from _cache(config, model)
