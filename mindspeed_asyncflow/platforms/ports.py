@@ -71,6 +71,7 @@ def hold_port(port: int = 0, *, host: str = "127.0.0.1", attempts: int = 1, knob
 HCCL_PORT_VARIABLES = ("HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
 HCCL_BASE_PORTS = 16  # HCCL_IF_BASE_PORT and the ports after it: one for each device of a node
 _DEVICE_PORTS = 16  # of one process on one device
+_ENGINE_PORTS = 16  # where one replica's own processes meet; it takes the first that are free
 _RELAY_PORTS = 8  # one server listens on a node; spare ones for ports that are taken
 
 
@@ -99,6 +100,7 @@ class PortPlan:
     trainer: HcclPorts  # trainer ranks, with replicas that live in their processes
     critic: HcclPorts
     replicas: tuple[HcclPorts, ...]  # by index; the last ones are those on trainers' devices
+    engines: tuple[range, ...]  # TCP ports of the replicas' own processes, by index; none where HCCL chooses too
     relay: range | None  # TCP ports where weights are served to other nodes; None: any free one
 
     def groups(self) -> dict[str, range]:
@@ -106,6 +108,7 @@ class PortPlan:
         named = {"trainer": self.trainer, "critic": self.critic}
         named |= {f"rollout{index}": ports for index, ports in enumerate(self.replicas)}
         found = {"relay": self.relay} if self.relay is not None else {}
+        found |= {f"rollout{index} engine": ports for index, ports in enumerate(self.engines)}
         for name, ports in named.items():
             for side, wanted in (("host", ports.host), ("device", ports.device)):
                 if wanted is not None:
@@ -125,7 +128,7 @@ def plan_ports(config: Config, devices_per_node: int = HCCL_BASE_PORTS) -> PortP
     count, size = own_replicas(config) + apart, config.rollout.tensor_parallel
     if how == "auto":
         free = HcclPorts(None, None)
-        return PortPlan(free, free, (free,) * count, None)
+        return PortPlan(free, free, (free,) * count, (), None)
     if how == "base_port" and apart:
         raise PlatformError(
             f"placement.hccl_ports=base_port with {apart} replicas on the devices of trainer ranks: two processes of "
@@ -145,12 +148,13 @@ def plan_ports(config: Config, devices_per_node: int = HCCL_BASE_PORTS) -> PortP
 
     relay = cut(_RELAY_PORTS)
     trainer, critic, *replicas = (group(n) for n in (config.trainer.world_size, config.critic_size, *[size] * count))
+    engines = tuple(cut(_ENGINE_PORTS) for _ in replicas)
     if at - 1 > last:
         raise PlatformError(
             f"placement.hccl_port_range=[{first}, {last}] has {last - first + 1} ports, {at - first} are needed for "
             f"trainer, critic, {count} replicas and the relay: widen it, or set placement.hccl_ports=auto"
         )
-    return PortPlan(trainer, critic, tuple(replicas), relay)
+    return PortPlan(trainer, critic, tuple(replicas), engines, relay)
 
 
 def _check_range(first: int, last: int, config: Config) -> None:

@@ -33,7 +33,7 @@ class Sides:
     def __init__(self, config: Config, npu: bool, present: Mapping[str, str]) -> None:
         self._settings, self._present = config.placement, present
         self._python = pythons(config)
-        self.ports = plan_ports(config) if npu else None
+        self.ports = plan_ports(config, config.cluster.device.devices_per_node) if npu else None
         for name in sorted({*HCCL_PORT_VARIABLES} & {*present}) if npu else ():
             get_logger("service").warning(
                 "%s=%s of the shell is not used: placement.hccl_ports and hccl_port_range say which ports HCCL takes",
@@ -57,7 +57,10 @@ class Sides:
             return self._side("rollout", {})
         chosen = self._settings.rollout_expandable_segments
         expandable = not sleeps if chosen is None else chosen
-        return self._side("rollout", self._npu("rollout", self.ports.replicas[index], expandable))
+        made = self._npu("rollout", self.ports.replicas[index], expandable)
+        if self.ports.engines:
+            made.setdefault("VLLM_PORT", str(self.ports.engines[index].start))  # it looks upwards from there
+        return self._side("rollout", made)
 
     def relay(self) -> range:
         """Ports at which the relay of a node listens; just 0, for any one, where they are not divided."""

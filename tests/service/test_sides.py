@@ -33,6 +33,7 @@ def test_on_npus_no_two_groups_are_told_the_same_port():
     told = [found.trainer(), found.critic(), *(found.replica(i) for i in range(3))]
     for name in ("HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"):
         assert len({one["environment"][name] for one in told}) == 5, name
+    assert len({one["environment"]["VLLM_PORT"] for one in told[2:]}) == 3
     assert not set(found.relay()) & {int(one["environment"]["HCCL_IF_BASE_PORT"]) for one in told}
     assert "HCCL_IF_BASE_PORT" not in found.reference()["environment"]  # it has no device
 

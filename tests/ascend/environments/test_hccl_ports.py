@@ -95,7 +95,7 @@ def test_replicas_in_the_trainers_process_have_its_ports():
         (["placement.hccl_port_range=[500, 9000]"], "between 1024 and 65535"),
         (["placement.hccl_port_range=[9000, 8000]"], "the smaller one first"),
         (["placement.hccl_port_range=[60000, 70000]"], r"\[60000, 70000\].*65535"),
-        (["placement.hccl_port_range=[20000, 20099]", "rollout.replicas=2"], "has 100 ports, 136 are needed.*widen"),
+        (["placement.hccl_port_range=[20000, 20099]", "rollout.replicas=2"], "has 100 ports, 168 are needed.*widen"),
         (["dock.port=20010", "dock.pairs=4"], "20010-20013.*dock.port"),
         (["placement.hccl_ports=base_port", "workflow.lend=true"], "base_port with 1 replicas.*workflow.lend"),
     ],
