@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from mindspeed_asyncflow.errors import ConfigError
@@ -117,12 +118,12 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Elements of all weights."""
-        return sum(math.prod(tensor.shape) for tensor in self._tensors())
+        return sum(_elements(self))
 
     @property
     def expert_parameters(self) -> int:
         """Elements of the routed experts' weights."""
-        return sum(math.prod(tensor.shape) for tensor in self._tensors() if tensor.expert >= 0)
+        return _elements(self)[1]
 
     def tensors(self) -> dict[str, FullTensor]:
         """All weights in layer order."""
@@ -157,6 +158,15 @@ class ModelShape:
         if experts.shared_width:
             for name, shape in self.feed_forward(experts.shared_width).items():
                 yield FullTensor(f"{prefix}mlp.shared_experts.{name}", shape, order)
+
+
+@lru_cache(maxsize=64)
+def _elements(model: ModelShape) -> tuple[int, int]:
+    """Outside and inside of routed experts; counted once, of up to 50,000 tensors."""
+    found = [0, 0]
+    for tensor in model._tensors():
+        found[tensor.expert >= 0] += math.prod(tensor.shape)
+    return found[0], found[1]
 
 
 def describe(config: Mapping[str, Any]) -> ModelShape:

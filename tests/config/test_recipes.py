@@ -44,6 +44,7 @@ def test_npu_configurations_beside_the_recipes_are_known():
     assert set(ON_NPU) - set(RECIPES) == {"configs/qwen_tiny_npu.yaml"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_NPU)
 def test_npu_configurations_name_their_cluster_and_fit_it(name, capsys):
     given = yaml.safe_load((ROOT / name).read_text())
