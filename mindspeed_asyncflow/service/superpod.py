@@ -144,6 +144,7 @@ class Launch:
         for link in self.links:
             link.ready = answers[link.name]
         refuse_differences({link.name: link.ready["equal"] for link in self.links})
+        refuse_twice({link.name: link.ready["address"] for link in self.links})
         self.hosts = [self._furnished(link) for link in self.links]
         for host in self.hosts:
             pod = f", superpod {host.superpod}" if host.superpod else ""
@@ -306,6 +307,14 @@ def refuse_differences(versions: dict[str, dict[str, str]]) -> None:
     ]
     if lines:
         raise HostFailed("hosts differ; install the same on all of them:" + "".join(lines))
+
+
+def refuse_twice(addresses: dict[str, str]) -> None:
+    """Raise `HostFailed` where two names are one machine, whose devices would be given away twice."""
+    first: dict[str, str] = {}
+    for name, address in addresses.items():
+        if (other := first.setdefault(address, name)) != name:
+            raise HostFailed(f"{other} and {name} are one machine ({address}): name it once in the host file")
 
 
 def _resolve(name: str) -> str:

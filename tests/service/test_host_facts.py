@@ -7,7 +7,7 @@ from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.service import host_facts
 from mindspeed_asyncflow.service.host_link import HostFailed, launch_words
 from mindspeed_asyncflow.service.host_logs import LogTail
-from mindspeed_asyncflow.service.superpod import forwarded, refuse_differences
+from mindspeed_asyncflow.service.superpod import forwarded, refuse_differences, refuse_twice
 
 
 def test_an_address_must_be_one_of_this_host():
@@ -71,6 +71,12 @@ def test_hosts_that_differ_are_refused_with_every_difference():
         refuse_differences({"a": same, "b": same | {"ray": "absent"}, "c": same | {"Python": "3.11.4"}})
     assert "b has ray absent, a has 2.60.0" in str(caught.value)
     assert "c has Python 3.11.4, a has 3.11.9" in str(caught.value)
+
+
+def test_two_names_of_one_machine_are_refused():
+    refuse_twice({"a": "10.0.0.1", "b": "10.0.0.2"})
+    with pytest.raises(HostFailed, match=r"a and c are one machine \(10\.0\.0\.1\)"):
+        refuse_twice({"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.1"})
 
 
 def test_a_launcher_names_the_host_where_it_wants_or_at_its_end():
