@@ -134,7 +134,8 @@ def findings(config: Config, machine: Machine, model: ModelShape | None) -> Iter
     shared = sum(parts.get(kind, 0) for kind in SHARED)
     free = machine.shm_bytes // nodes
     if shared > free:
-        mend = f"; mount -o remount,size={math.ceil(shared * 1.05 / 1e9)}G /dev/shm on every node" if assumed else ""
+        fits = shared < machine.memory_bytes // nodes
+        mend = f"; mount -o remount,size={math.ceil(shared * 1.05 / 1e9)}G /dev/shm on every node" if fits else ""
         yield (
             level,
             ("dock.arena_mb", "workflow.keep_versions", "model.source"),
