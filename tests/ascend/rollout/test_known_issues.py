@@ -53,6 +53,7 @@ ISSUES: dict[tuple[int, str], list[tuple[str, str]]] = {
     ],
     (9, "ids beyond the tokenizer with log-probability -inf"): [
         ("engines/test_tickets.py", "test_tokens_that_no_policy_gives_are_refused"),
+        ("engines/test_sampled_tokens.py", "test_an_answer_with_an_impossible_token_reaches_nobody"),
         (ARGUMENTS, "test_a_step_is_complete_when_it_returns"),
         ("engines/test_rollout_contract.py", "test_sampled_ids_stay_inside_the_vocabulary_with_finite_logprobs"),
     ],
