@@ -14,10 +14,10 @@ from mindspeed_asyncflow.config.checks import Finding
 from mindspeed_asyncflow.config.machine import Machine
 from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.platforms import cann, matrix, npu_smi, ports, pythons
+from mindspeed_asyncflow.platforms.devices import VISIBLE_ENV as VISIBLE
 from mindspeed_asyncflow.platforms.devices import visible_ids
 
 PROBE_S = 6.0  # a Python on a network file system, read for the first time
-VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 SIDES = ("trainer", "rollout")
 Answer = TypeVar("Answer")
 MOST_SHOWN = 12  # port ranges

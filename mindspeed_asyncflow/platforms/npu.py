@@ -17,9 +17,7 @@ from mindspeed_asyncflow.config.mindspeed import MindSpeedConfig
 from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.platforms import mindspeed
 from mindspeed_asyncflow.platforms.communicators import buffer_limit_mb, buffer_mb_for, communicator_bytes
-from mindspeed_asyncflow.platforms.devices import logical_device
-
-VISIBLE_ENV = "ASCEND_RT_VISIBLE_DEVICES"
+from mindspeed_asyncflow.platforms.devices import VISIBLE_ENV, logical_device
 
 _prepared = False  # this process is a trainer
 

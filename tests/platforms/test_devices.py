@@ -1,15 +1,30 @@
 """Physical to logical device ids. B90"""
 
+import ast
 import logging
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.platforms import devices
 from mindspeed_asyncflow.platforms.devices import logical_device, physical_device, visible_ids, visible_to
 
 DEVICES = st.lists(st.integers(0, 63), min_size=1, max_size=16, unique=True)
+
+
+def test_the_list_of_visible_devices_is_known_to_one_module_whose_functions_everybody_calls():
+    """B90"""
+    package = Path(devices.__file__).parents[1]
+    named = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value == devices.VISIBLE_ENV
+    }
+    assert named == {"platforms/devices.py"}
 
 
 def written(ids):

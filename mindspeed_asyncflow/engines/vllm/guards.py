@@ -9,10 +9,10 @@ from mindspeed_asyncflow.config.schema import RolloutConfig
 from mindspeed_asyncflow.engines.vllm.native import NativeTransfer
 from mindspeed_asyncflow.engines.vllm.versions import AscendShape
 from mindspeed_asyncflow.errors import EngineError, PlatformError, WeightSyncError
+from mindspeed_asyncflow.platforms.devices import VISIBLE_ENV as VISIBLE
 from mindspeed_asyncflow.platforms.devices import visible_ids
 from mindspeed_asyncflow.records import WeightManifest
 
-VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 ALLOCATORS = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 PORTS = ("HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE")
 FREED_SHARE = 0.9  # of weights and caches, at least, that a sleep gives back; the rest is rounding of allocators
