@@ -66,7 +66,8 @@ class VLLMBackend:
         from vllm.v1.executor.abstract import Executor
 
         torch.set_num_threads(rollout.threads)
-        torch._dynamo.config.disable = True  # here too: torch may have read the environment before we wrote it
+        self._graphs = rollout.ascend.graphs and not cpu
+        torch._dynamo.config.disable = not self._graphs  # torch may have read the environment before we wrote it
         self._native = NativeTransfer(*native, versions.ascend_shape_for(vllm.__version__)) if native else None
         if cpu:
             self._shape = versions.shape_for(vllm.__version__, experts=weights.has_experts)
@@ -76,7 +77,6 @@ class VLLMBackend:
         self._weights = weights
         self._dtype = dtype
         self._sleeps_for_real = sleep_enabled and not cpu
-        self._graphs = rollout.ascend.graphs and not cpu
         self.token_count = weights.token_count
         self._asleep = 0  # sleep level; 2 also while only the cache is still asleep
         self._max_model_len = max_model_len

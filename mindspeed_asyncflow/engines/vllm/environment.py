@@ -33,9 +33,10 @@ def prepare(rollout: RolloutConfig, cpu: bool) -> None:
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
         HF_HUB_OFFLINE="1",  # models are local folders
-        TORCH_COMPILE_DISABLE="1",  # else the sampler is compiled at its first call: 20 s, and only with a C++ compiler
         OMP_NUM_THREADS=str(rollout.threads),
     )
+    if cpu or not rollout.ascend.graphs:  # graphs are cut by the compiler
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # else the sampler is compiled at its first call, for 20 s
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if cpu:

@@ -34,6 +34,15 @@ def test_the_engine_stays_in_this_process_and_nothing_reports_home(monkeypatch: 
     assert not [name for name in os.environ if name.startswith(("HCCL_", "ASCEND_"))]
 
 
+@pytest.mark.parametrize(("graphs", "cpu", "off"), [(False, False, True), (True, True, True), (True, False, False)])
+def test_the_compiler_is_off_unless_graphs_need_it(
+    monkeypatch: pytest.MonkeyPatch, graphs: bool, cpu: bool, off: bool
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    prepare(RolloutConfig(ascend=AscendRolloutConfig(graphs=graphs)), cpu=cpu)
+    assert ("TORCH_COMPILE_DISABLE" in os.environ) == off
+
+
 def test_an_npu_replica_gets_the_first_model_runner_and_its_own_hccl_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known issue 17."""
     monkeypatch.setattr(os, "environ", {})
