@@ -30,6 +30,14 @@ def rules(c: Config) -> Iterator[Raw]:
             "replicas on the trainers' devices sleep, and the memory pool of sleep mode cannot live in segments that "
             "grow: leave it out or set it to false",
         )
+    experts = c.rollout.engine == "vllm" and c.rollout.ascend.expert_parallel
+    if experts and p.hccl_ports != "base_port" and c.cluster.preset == "ascend_910b":
+        yield (
+            "warning",
+            ("placement.hccl_ports", "rollout.ascend.expert_parallel"),
+            "on Atlas A2 HCCL takes no port ranges where MC2 operators run, with which vllm-ascend exchanges tokens "
+            "between experts: set base_port (separated schedule)",
+        )
     for side in ("trainer", "rollout"):
         for name in getattr(p, f"{side}_env"):
             if not name.isidentifier():

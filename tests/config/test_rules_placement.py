@@ -29,5 +29,11 @@ def test_replicas_that_sleep_cannot_have_growing_segments(sharing):
     assert found(sharing) == found(sharing, f"{key}=false") == found(f"{key}=true") == []
 
 
+def test_port_ranges_are_warned_of_where_mc2_operators_take_none():
+    a2 = ("cluster.preset=ascend_910b", "rollout.ascend.expert_parallel=true")
+    assert found(*a2) == [("warning", "placement.hccl_ports", "rollout.ascend.expert_parallel")]
+    assert found(*a2, "placement.hccl_ports=base_port") == found(a2[0]) == found(a2[1]) == []
+
+
 def test_a_name_that_is_none_of_a_variable_is_refused():
     assert found("placement.trainer_env={'A B': c}") == [("error", "placement.trainer_env")]

@@ -97,8 +97,8 @@ def test_a_process_sees_its_own_devices_ascending_whether_ray_narrows_the_list_o
     """B90: a list that is not ascending, physical numbers, the override flag."""
     noset = {"RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1"}
 
-    async def seen(count, environment):
-        worker = spawn("sees", resources={"NPU": count}, environment=environment)
+    async def seen(name, count, environment):
+        worker = spawn(name, resources={"NPU": count}, environment=environment)
         try:
             await worker.build(Sees)
             return sorted(map(int, await worker.devices())), await worker.get("visible")
@@ -106,8 +106,8 @@ def test_a_process_sees_its_own_devices_ascending_whether_ray_narrows_the_list_o
             worker.kill()
 
     async def both():
-        one = await asyncio.gather(seen(1.0, None), seen(1.0, noset))
-        return one, await seen(2.0, None), await seen(2.0, noset)
+        one = await asyncio.gather(seen("first", 1.0, None), seen("second", 1.0, noset))
+        return one, await seen("narrowed", 2.0, None), await seen("whole", 2.0, noset)
 
     one, narrowed, whole = asyncio.run(asyncio.wait_for(both(), 120))
     assert sorted(one) == [([2], "2"), ([6], "6")]
