@@ -181,6 +181,9 @@ class Candidates:
         begin = 0 if self.shared else trainer_devices
         end = self.devices - self.reference_devices
         for tensor in self.tensor_sizes:
+            if tensor > self.per_node and self.config.cluster.preset != "cpu":  # a replica is started on one node
+                self.rejected["devices"] += 1
+                continue
             try:
                 check_rollout(self.work.shape, RolloutParallel(tensor=tensor))
             except ConfigError:

@@ -96,3 +96,9 @@ def test_lent_devices_hold_replicas_too():
     )
     most = [max(s.config.rollout.replicas for s in c.rollouts(4)) for c in (apart, lent)]
     assert most == [4, 8]
+
+
+def test_a_replica_lies_in_one_node():
+    candidates = found(QWEN_7B, 16, "cluster.devices_per_node=2", "workflow.groups_per_step=64")
+    assert {side.config.rollout.tensor_parallel for side in candidates.rollouts(4)} == {1, 2}
+    assert candidates.rejected["devices"] > 0
