@@ -1,16 +1,17 @@
-"""Our calls to torch_npu and MindSpeed, against strict stand-ins. This checks the calls, not the hardware."""
+"""The order in which an NPU trainer loads its libraries, and its calls of the device, against stand-ins.
+
+tests/ascend/emulation runs the same platform on an emulated device.
+"""
 
 import contextlib
 import sys
 import types
 
-import numpy as np
 import pytest
 import torch
 
 from mindspeed_asyncflow.errors import PlatformError
-from mindspeed_asyncflow.platforms import kernels, npu
-from mindspeed_asyncflow.platforms.packing import pack_layout
+from mindspeed_asyncflow.platforms import npu
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,7 @@ def loaded(monkeypatch):
             seen["order"].append((module.__name__, len(sys.argv)))
 
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    monkeypatch.setattr(npu, "_prepared", False)
     for name in ("torch_npu", "mindspeed", "mindspeed.megatron_adaptor"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     device = types.SimpleNamespace(
@@ -54,6 +56,7 @@ def loaded(monkeypatch):
         set_device=seen["set_device"].append,
         current_device=lambda: 1,
     )
+    device.config = types.SimpleNamespace(allow_internal_format=True)
     library.npu = device
     monkeypatch.setattr(torch, "npu", device, raising=False)
     yield seen
@@ -66,6 +69,15 @@ def test_bootstrap_order_and_empty_arguments(loaded, monkeypatch):
     npu.NpuPlatform().prepare_trainer(1)
     assert loaded["order"] == [("torch_npu", 3), ("mindspeed", 1), ("mindspeed.megatron_adaptor", 1)]
     assert sys.argv == ["prog", "--tensor-parallel", "2"]
+    assert not torch.npu.config.allow_internal_format
+
+
+def test_a_trainer_is_prepared_once_and_may_ask_again(loaded, monkeypatch):
+    """The engine prepares its platform too, when megatron is there already."""
+    npu.NpuPlatform().prepare_trainer(1)
+    monkeypatch.setitem(sys.modules, "megatron.core", types.ModuleType("megatron.core"))
+    npu.NpuPlatform().prepare_trainer(1)
+    assert len(loaded["order"]) == 3
 
 
 def test_late_bootstrap_is_refused(loaded, monkeypatch):
@@ -121,85 +133,3 @@ def test_memory_calls_reach_the_device(loaded, monkeypatch):
     assert storage.nbytes() == 0
     platform.restore_storage(storage, 16)
     assert storage.nbytes() == 16
-
-
-class StrictOps:
-    """The operators with the rules of their documentation checked."""
-
-    @staticmethod
-    def npu_rms_norm(x, gamma, epsilon=1e-6):
-        inverse = (x.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
-        return x * inverse * gamma, inverse
-
-    @staticmethod
-    def npu_swiglu(x, dim=-1):
-        gate, up = x.chunk(2, dim)
-        return torch.nn.functional.silu(gate) * up
-
-    @staticmethod
-    def npu_rotary_mul(x, cos, sin):
-        assert x.dim() == cos.dim() == 4 and cos.shape == (1, x.shape[1], 1, x.shape[3]) and cos.dtype == x.dtype
-        a, b = x.chunk(2, -1)
-        return x * cos + torch.cat((-b, a), -1) * sin
-
-    @staticmethod
-    def npu_fusion_attention(
-        q, k, v, head_num, input_layout, *, atten_mask, scale, keep_prob, sparse_mode, actual_seq_qlen, actual_seq_kvlen
-    ):
-        assert input_layout == "TND" and q.dim() == 3 and head_num == q.shape[1] and keep_prob == 1.0
-        assert sparse_mode == 3 and atten_mask.shape == (2048, 2048) and atten_mask.dtype == torch.bool
-        assert atten_mask[0, 1] and not atten_mask[1, 1] and not atten_mask[1, 0]
-        assert isinstance(actual_seq_qlen, list) and actual_seq_qlen == actual_seq_kvlen
-        assert actual_seq_qlen[-1] == len(q) and len(actual_seq_qlen) <= 1024
-        cu = np.array([0, *actual_seq_qlen])
-        layout = pack_layout(cu)
-        out = kernels.attention_packed(q, k, v, layout, scale)
-        return out.view(len(q), head_num, -1), None, None, None, 0, 0, 0
-
-
-@pytest.fixture
-def on_npu(monkeypatch):
-    """Each kernel as it runs on an NPU; attention inside the stand-in takes the torch path again."""
-    depth = []
-
-    def attention(*args, **kwargs):
-        depth.append(1)
-        try:
-            return StrictOps.npu_fusion_attention(*args, **kwargs)
-        finally:
-            depth.pop()
-
-    fake = types.SimpleNamespace(
-        npu_rms_norm=StrictOps.npu_rms_norm,
-        npu_swiglu=StrictOps.npu_swiglu,
-        npu_rotary_mul=StrictOps.npu_rotary_mul,
-        npu_fusion_attention=attention,
-    )
-    monkeypatch.setattr(kernels, "_torch_npu", lambda x: None if depth else fake)
-
-
-def test_npu_operators_get_what_they_want_and_give_the_same(on_npu, monkeypatch):
-    torch.manual_seed(0)
-    x, weight = torch.randn(9, 1, 16), torch.rand(16)
-    angles = torch.rand(9, 1, 4)
-    q, k, v = torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
-    layout = pack_layout(np.array([0, 3, 5, 9]))
-
-    def all_of_them():
-        return (
-            kernels.rms_norm(x, weight, 1e-6),
-            kernels.swiglu(x),
-            kernels.rotary(q, angles.cos(), angles.sin()),
-            kernels.attention_packed(q, k, v, layout, 0.3),
-        )
-
-    on_device = all_of_them()
-    monkeypatch.setattr(kernels, "_torch_npu", lambda x: None)
-    for a, b in zip(on_device, all_of_them()):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-
-def test_more_samples_than_the_operator_takes_are_split(on_npu):
-    cu = np.arange(0, 2 * 1500 + 1, 2)
-    q, k, v = torch.randn(3000, 2, 4), torch.randn(3000, 1, 4), torch.randn(3000, 1, 4)
-    assert kernels.attention_packed(q, k, v, pack_layout(cu), 0.5).shape == (3000, 8)

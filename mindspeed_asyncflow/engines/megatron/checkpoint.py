@@ -24,6 +24,14 @@ def _rng_state() -> dict[str, Any]:
     return {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
 
 
+def _restore_rng(saved: dict[str, Any]) -> None:
+    torch.set_rng_state(saved["torch"])
+    own = get_cuda_rng_tracker().get_states()
+    # generators of CPU and NPU have states of different sizes: what the other platform saved says nothing here
+    if all(len(state) == len(own[name]) for name, state in saved["tracker"].items() if name in own):
+        get_cuda_rng_tracker().set_states(saved["tracker"])
+
+
 def _sharded_state(chunks: Sequence[Any], step: GradientStep, loading: bool) -> dict[str, Any]:
     model = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
     flat = model["model0"] if len(chunks) == 1 else model
@@ -58,7 +66,6 @@ def load(folder: str, chunks: Sequence[Any], step: GradientStep) -> dict[str, An
         chunk.load_state_dict(state[f"model{i}"])
     step.optimizer.load_state_dict(state["optimizer"])
     step.applied = int(state["applied_steps"])
-    torch.set_rng_state(state["rng"]["torch"])
-    get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
+    _restore_rng(state["rng"])
     with open(path) as f:
         return json.load(f)

@@ -9,8 +9,8 @@ import types
 
 import torch
 
-from . import _C, _modules, batches, npu, operators, places
-from .operators import calls
+from . import _C as _C
+from . import _modules, batches, npu, operators, places
 
 __version__ = "2.7.1.post8+emulation"
 unsupported_dtype: list = []
@@ -23,6 +23,7 @@ _names = (  # of operators that are emulated
     "npu_scaled_masked_softmax",
     "npu_fusion_attention",
 )
+calls = operators.calls
 globals().update({name: getattr(operators, name) for name in _names})
 
 places.install()

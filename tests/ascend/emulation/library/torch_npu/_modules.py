@@ -12,8 +12,8 @@ PLACEHOLDERS = ("torchair", "torch_npu.profiler", "torch_npu.dynamo", "torch_npu
 
 
 class _Unused:
-    """What stands for an imported name. It may be subclassed, used as a decorator and hold attributes; a call of what it
-    decorates, or of itself with other than a function, is an error."""
+    """What stands for an imported name: it may be subclassed, and be a decorator or give one. Anything else, such as
+    arithmetic on what a call gives, is an error."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -73,9 +73,9 @@ class Sides(TorchDispatchMode):
         target = NPU if NPU in sides else None
         if func.namespace == "c10d":
             _check_collective(func, args, inputs, sides)
-        elif target and func not in _BOTH_SIDES:
+        elif target and func not in _BOTH_SIDES and not func.name().startswith("aten::index"):
             for tensor, where in zip(inputs, sides):
-                if where == HOST and tensor.dim() and tensor.dtype not in (torch.int64, torch.bool):
+                if where == HOST and tensor.dim():
                     raise RuntimeError(f"{func}: tensors on both npu:0 and cpu")
         named = wanted_side(kwargs.get("device"))
         if named == NPU:
@@ -96,7 +96,8 @@ _BOTH_SIDES = (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor)
 
 def _check_collective(func: Any, args: Any, inputs: list[torch.Tensor], sides: list[str | None]) -> None:
     groups = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
-    if not groups or torch.distributed.ProcessGroup.unbox(groups[0]).name() != "hccl":
+    dist = torch.distributed
+    if not groups or dist.get_backend(dist.ProcessGroup.unbox(groups[0])) != "hccl":
         return
     for tensor, where in zip(inputs, sides):
         if where == HOST:
@@ -142,7 +143,7 @@ def _to(move: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         if args and isinstance(args[0], torch.Tensor):
             args = (args[0].device, args[0].dtype, *args[1:])
         copy = kwargs.pop("copy", False)
-        device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
         where = wanted_side(device)
         here = NPU if side(self) == NPU else HOST
         if device is not None and where is None:
@@ -192,6 +193,7 @@ def install() -> None:
     tensor = torch.Tensor
     tensor.device = property(_device)
     tensor.is_npu = tensor.is_cuda = property(lambda self: side(self) == NPU)
+    tensor.is_cpu = property(lambda self: self.device.type == "cpu")
     tensor.to, tensor.numpy, tensor.type = _to(tensor.to), _numpy(tensor.numpy), _type(tensor.type)
     tensor.cpu = lambda self, *args, **kwargs: self.to("cpu")
     tensor.npu = tensor.cuda = lambda self, *args, **kwargs: self.to("npu")
