@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import sys
 import uuid
 from collections.abc import Iterator
@@ -66,8 +67,10 @@ class Run:
         self.version += 1
         return self.relay.publish(self.version, self.policies[name].tensors())
 
-    def engine(self, backend: str) -> VLLMEngine:
-        environment.prepare(ROLLOUT, cpu=True)
+    def engine(self, backend: str, npu: bool = False) -> VLLMEngine:
+        """`npu`: the adapter goes its way for NPUs, on the CPU's vLLM."""
+        environment.prepare(ROLLOUT, cpu=not npu)
+        os.environ["HCCL_IF_BASE_PORT"] = "50000"
         from tests.ascend.rollout.stand_in import register
 
         register()
@@ -78,6 +81,7 @@ class Run:
             max_model_len=MAX_LEN,
             seed=0,
             stop_token_ids=(),
+            npu=npu,
             native=(backend, BUCKET_BYTES),
         )
 
@@ -133,9 +137,10 @@ class Run:
         return self.policies[name].logprobs(PAIR[0], done.token_ids)
 
     def npu_ipc(self) -> dict[str, Any]:
-        engine = self.engine("npu_ipc")
+        engine = self.engine("npu_ipc", npu=True)
         engine.join()
-        found: dict[str, Any] = {}
+        stream = engine.generate([ask("r", PAIR[0], 20, seed=3)], 60.0)
+        found: dict[str, Any] = {"answers": [len(done.token_ids) for done in stream]}
         for name in ("b", "a", "b"):
             manifest = self.publish(name)
             engine.update_from(manifest, messages(manifest, RelayReader(manifest)))
