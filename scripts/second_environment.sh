@@ -42,6 +42,12 @@ if "$base/bin/python" "$root/scripts/environment.py" cpu-torch "$report"; then
 elif [[ -n ${ASYNCFLOW_TORCH_INDEX:-} ]]; then
     pip_install --ignore-installed --extra-index-url "$ASYNCFLOW_TORCH_INDEX" -r "$pins"
 else
+    for tool in cc readelf nm; do
+        command -v "$tool" >/dev/null || {
+            echo "no CPU build of torch and no $tool: set ASYNCFLOW_TORCH_INDEX, or install gcc and binutils" >>"$log"
+            exit 1
+        }
+    done
     pip_install --ignore-installed -r "$pins"
     "$base/bin/python" "$root/scripts/absent_libraries.py" "$(site "$venv/bin/python")" >>"$log" 2>&1
 fi
