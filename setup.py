@@ -60,6 +60,7 @@ setup(
             *MEGATRON,
             "torch==2.7.1",  # what torch_npu 2.7.1 is built for
             "torch-npu==2.7.1.post8",  # NPU back end of torch, for CANN 9.1.0
+            "triton-ascend==3.2.0",  # MindSpeed imports it when it is loaded; compiles cann_kernels/
             "transformers==4.57.6",  # the newest tested with that torch
         ],
         "npu-rollout": [

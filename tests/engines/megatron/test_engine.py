@@ -16,6 +16,8 @@ CASES = [
     ("qwen3", {}),
     ("qwen3_moe", {}),
     ("qwen3", {"recompute": True}),
+    ("qwen3", {"mindspeed": {"recompute": ["attention", "mlp"]}}),
+    ("qwen3_moe", {"mindspeed": {"recompute": ["experts"]}}),
     ("qwen2", TP2),
     ("qwen3", TP2),
     ("qwen2", SP2),
