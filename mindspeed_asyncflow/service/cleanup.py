@@ -89,11 +89,12 @@ def run_processes(mark: str, scratch: Path | None, spare: int = 0) -> list[psuti
 
 
 def shared_files(processes: list[psutil.Process]) -> set[Path]:
-    """Shared-memory files that the processes have mapped: libraries give them random names and leave some behind."""
+    """Shared-memory files that the processes have mapped: libraries give them random names and leave some behind. What
+    lies in folders there, such as a model, somebody has put there."""
     found = set()
     for process in processes:
         try:
-            found |= {Path(m.path) for m in process.memory_maps() if m.path.startswith(f"{SHM}/")}
+            found |= {Path(m.path) for m in process.memory_maps() if os.path.dirname(m.path) == str(SHM)}
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import re
 import shlex
 import subprocess
 import threading
@@ -23,6 +24,7 @@ from mindspeed_asyncflow.service.inherited import ROOT
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 {host}"
 AGENT = "mindspeed_asyncflow.service.host_agent"
 REMEMBERED = 8  # last lines of a host, for the message about its end
+_ROUTINE = re.compile(r"^ray: \S+ \S+\s+(INFO|SUCC) ")  # what Ray says when nothing is wrong
 
 
 class HostFailed(AsyncFlowError):
@@ -79,7 +81,8 @@ class Link:
                     self._events.put((self, verb, content))
                     continue
                 print(line := content, flush=True)
-            self.lines.append(line)
+            if not _ROUTINE.search(line):
+                self.lines.append(line)
             self._log.write(line + "\n")
         status = self._process.wait()
         self._log.close()

@@ -42,13 +42,17 @@ def _belongs(pid: str, mark: str, scratch: str) -> bool:
 
 
 def shared_files(pid: int) -> set[str]:
-    """Files in shared memory that the process has mapped."""
+    """Files of a run in shared memory, also on behalf of a driver elsewhere, that the process has mapped or open."""
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
-            paths = {line.rstrip("\n").partition("/dev/shm/")[2] for line in file}
+            found = {"/dev/shm/" + line.rstrip("\n").partition("/dev/shm/")[2] for line in file if "/dev/shm/" in line}
+        numbers = os.listdir(f"/proc/{pid}/fd")
     except OSError:  # gone
         return set()
-    return {f"/dev/shm/{path}" for path in paths if path and not path.endswith(" (deleted)")}
+    for number in numbers:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.add(os.readlink(f"/proc/{pid}/fd/{number}"))
+    return {path for path in found if path.startswith("/dev/shm/asyncflow-") and not path.endswith(" (deleted)")}
 
 
 def main() -> None:

@@ -36,6 +36,19 @@ def test_a_file_that_somebody_has_mapped_is_not_left_though_no_driver_of_its_num
     assert cleanup.remove_stale(shm) == [file.name]
 
 
+def test_a_model_that_somebody_has_put_into_shared_memory_is_not_the_runs(shm):
+    (shm / "model").mkdir()
+    for file in (shm / "model" / "weights", shm / "psm_1234"):
+        file.write_bytes(bytes(4096))
+    with (
+        (shm / "model" / "weights").open("r+b") as one,
+        (shm / "psm_1234").open("r+b") as other,
+        mmap.mmap(one.fileno(), 4096),
+        mmap.mmap(other.fileno(), 4096),
+    ):
+        assert cleanup.shared_files([psutil.Process()]) == {shm / "psm_1234"}
+
+
 def test_own_files_are_removed_by_name_of_this_process(shm):
     mine = cleanup.shm_path("relay")
     open(mine, "w").close()
@@ -60,8 +73,9 @@ def test_the_reaper_ends_marked_processes_when_the_driver_dies_without_cleaning(
     scratch.mkdir()
     elsewhere = cleanup.SHM / f"asyncflow-test-{tmp_path.parent.name}-{tmp_path.name}"
     maps = (
-        f"import mmap, os, time; f = open({str(elsewhere)!r}, 'w+b'); f.write(bytes(4096)); f.flush(); "
-        "m = mmap.mmap(f.fileno(), 4096); print(os.getpid(), flush=True); time.sleep(60)"
+        f"import mmap, os, time; name = {str(elsewhere)!r}; f = open(name, 'w+b'); f.write(bytes(4096)); f.flush(); "
+        "m = mmap.mmap(f.fileno(), 4096); f.close(); g = open(name + '.journal', 'wb'); "
+        "print(os.getpid(), flush=True); time.sleep(60)"
     )
     code = (
         "import subprocess, sys, pathlib, time\n"
@@ -83,3 +97,4 @@ def test_the_reaper_ends_marked_processes_when_the_driver_dies_without_cleaning(
         time.sleep(0.05)
     assert not scratch.exists()
     assert not list(cleanup.SHM.glob(f"asyncflow-{driver.pid}-*")) and not elsewhere.exists()
+    assert not elsewhere.with_name(elsewhere.name + ".journal").exists()
