@@ -13,34 +13,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ascend.contract.known import (
+    BUILDS,
+    CALL_BY_NAME,
+    DERIVES,
+    EXTENSIONS,
+    FORWARDERS,
+    GIVES,
+    HINTS,
+    MEMBERS,
+    SETTINGS,
+    TABLES,
+    VERBS,
+    WORKER,
+    WORKERS,
+    lookup,
+)
+
 OURS = ("mindspeed_asyncflow", "cann_kernels", "benchmarks")
 VENDORS = ("torch_npu", "mindspeed", "vllm", "vllm_ascend")
-# The class behind a name that the source gives no type for: (end of the file's path, name or Class.member).
-HINTS = {
-    ("engines/vllm/backend.py", "output"): "vllm.v1.engine.EngineCoreOutput()",
-    ("engines/vllm/backend.py", "tensors"): "vllm.v1.outputs.LogprobsTensors()",
-}
-# Types of members that the libraries' sources do not tell.
-MEMBERS = {
-    "vllm.v1.engine.core.EngineCore().model_executor": "vllm.v1.executor.abstract.Executor()",
-    "vllm.v1.worker.cpu_worker.CPUWorker().model_runner": "vllm.v1.worker.cpu_model_runner.CPUModelRunner()",
-    "vllm_ascend.worker.worker.NPUWorker().model_runner": "vllm_ascend.worker.model_runner_v1.NPUModelRunner()",
-}
-# Classes that vLLM mixes into its worker: their `self` is that worker, beside what they define themselves.
-EXTENSIONS = ("RelayWorker",)
-WORKER = "worker()"  # stands for the classes of all libraries that have one
-WORKERS = ("vllm.v1.worker.cpu_worker.CPUWorker()", "vllm_ascend.worker.worker.NPUWorker()")
-# Our functions that call a method of vLLM's workers by its name, and those that build the class they are given.
-CALL_BY_NAME = ("collective_rpc", "rpc")
-FORWARDERS = ("core_request",)
 DOTTED = re.compile(rf"({'|'.join(VENDORS)})(\.\w+)+")
 VARIABLE = re.compile(r"(VLLM|PYTORCH_NPU)_[A-Z0-9_]+")
-# Keys of dictionaries that a library reads: by the name under which one is passed on, or where it stands.
-SETTINGS = {"additional_config": "vllm_ascend"}
-TABLES = {
-    ("config/mindspeed.py", "NAMED"): "mindspeed",
-    ("config/mindspeed.py", "REFUSED"): "mindspeed",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +120,7 @@ class _Reader(ast.NodeVisitor):
         self._members: dict[str, str] = {}  # "Class.attribute" -> path
         self._returns: dict[str, str] = {}  # function of this module -> path
         self._dicts: list[dict[str, set[str]]] = [{}]  # names of dictionaries -> their keys, as far as shown
+        self._strings: dict[str, str] = {}  # constants
         self._returned: dict[str, set[str]] = {}  # functions of this module -> keys of the dictionary that they return
 
     # ---- what an expression stands for --------------------------------------------------------------------------
@@ -135,13 +129,14 @@ class _Reader(ast.NodeVisitor):
         """The vendor path of an expression, or ""."""
         match node:
             case ast.Name(id=name):
-                hint = next((p for (end, n), p in HINTS.items() if n == name and self.file.endswith(end)), "")
-                return hint or next((scope[name] for scope in reversed(self._scopes) if name in scope), "")
+                return lookup(HINTS, self.file, name) or next(
+                    (scope[name] for scope in reversed(self._scopes) if name in scope), ""
+                )
             case ast.Attribute(value=ast.Name(id="self"), attr=attr) if self._class:
                 known = self._members.get(f"{self._class}.{attr}", "")
                 if self._class not in EXTENSIONS:
                     return known
-                return "" if attr in self._typed_ours else f"{WORKER}.{attr}"
+                return "" if attr in self._typed_ours | self.own else f"{WORKER}.{attr}"
             case ast.Attribute(value=value, attr=attr):
                 base = self._path(value)
                 return _canonical(f"{base}.{attr}") if base else ""
@@ -149,7 +144,7 @@ class _Reader(ast.NodeVisitor):
                 return self._result(node)
             case ast.Subscript(value=value, slice=index):
                 if ast.unparse(value) == "sys.modules":
-                    return _vendor(index)
+                    return self._vendor(index)
                 base = self._path(value)
                 return base if _is_class(base) else ""  # a generic class with its parameters
             case ast.IfExp(body=one, orelse=other):
@@ -164,7 +159,12 @@ class _Reader(ast.NodeVisitor):
         """What a call gives."""
         called = ast.unparse(call.func)
         if called in ("importlib.import_module", "import_module", "__import__", "sys.modules.get") and call.args:
-            return _vendor(call.args[0])
+            return self._vendor(call.args[0])
+        if called == "torch.get_device_module":
+            return "torch_npu.npu"
+        for argument in call.args[:1]:
+            if given := lookup(GIVES, self.file, f"{called}({ast.unparse(argument)})"):
+                return given
         if called == "getattr" and len(call.args) > 1 and isinstance(call.args[1], ast.Constant):
             base = self._path(call.args[0])
             return _canonical(f"{base}.{call.args[1].value}") if base else ""
@@ -172,6 +172,11 @@ class _Reader(ast.NodeVisitor):
         if path:
             return f"{path}()" if _is_class(path) else ""
         return self._returns.get(called.removeprefix("self."), "")
+
+    def _vendor(self, node: ast.AST) -> str:
+        """The module that a string, or a constant of this module, names, if it is a vendor's."""
+        text = node.value if isinstance(node, ast.Constant) else self._strings.get(ast.unparse(node), "")
+        return text if isinstance(text, str) and text.partition(".")[0] in VENDORS else ""
 
     # ---- names ------------------------------------------------------------------------------------------------------
 
@@ -193,10 +198,13 @@ class _Reader(ast.NodeVisitor):
                 self._use(node, path)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        path = self._path(node.value)
         for target in node.targets:
-            self._bind(target, path)
-            self._note_keys(target, node.value)
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=False))
+            for one, value in pairs:
+                self._bind(one, self._path(value))
+                self._note_keys(one, value)
         self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
@@ -209,13 +217,19 @@ class _Reader(ast.NodeVisitor):
     def _note_keys(self, target: ast.expr, value: ast.expr) -> None:
         if not isinstance(target, ast.Name):
             return
-        table = next((lib for (end, n), lib in TABLES.items() if n == target.id and self.file.endswith(end)), "")
-        if table:
-            names = self._keys(value) or {n.value for n in ast.walk(value) if isinstance(n, ast.Constant)}
-            for name in sorted(names):
-                self._use(value, f"option:{table}:{name}")
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            self._strings[target.id] = value.value
+        words = {n.value for n in ast.walk(value) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        self._options(value, target.id, self._keys(value) or words)
+        for verb in sorted(words) if target.id.endswith(VERBS) else ():
+            self._use(value, f"{WORKER}.{verb}")
         if keys := self._keys(value):
             self._dicts[-1][target.id] = keys
+
+    def _options(self, node: ast.AST, table: str, names: set[str]) -> None:
+        library, _, left_out = lookup(TABLES, self.file, table).partition(" but ")
+        for name in sorted(names - set(left_out.split())) if library else ():
+            self._use(node, f"option:{library}:{name}")
 
     def _keys(self, node: ast.AST) -> set[str]:
         """String keys of the dictionaries that an expression may give, as far as this module shows them."""
@@ -253,6 +267,7 @@ class _Reader(ast.NodeVisitor):
                     self._returns[node.name] = path
                 if keys := self._keys(part.value):
                     self._returned[node.name] = keys
+                    self._options(part, f"{node.name}()", keys)
         self._scopes.pop()
         self._dicts.pop()
 
@@ -260,7 +275,8 @@ class _Reader(ast.NodeVisitor):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         defined = [part for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
-        for base in filter(_is_vendors, map(self._path, node.bases)):
+        bases = [*map(self._path, node.bases), lookup(DERIVES, self.file, node.name)]
+        for base in filter(_is_vendors, bases):
             self._use(node, base, methods=tuple(part.name for part in defined))
             for part in defined:
                 if not part.name.startswith("__"):
@@ -300,7 +316,7 @@ class _Reader(ast.NodeVisitor):
             passed = next((k.value for k in node.keywords if k.arg == "args"), None)
             shown = len(passed.elts) if isinstance(passed, ast.Tuple) else 0
             self._use(node, f"{WORKER}.{first.value}", positional=shown, more=passed is not None and not shown)
-        if name == "import_module" and first is not None and (module := _vendor(first)):
+        if name == "import_module" and first is not None and (module := self._vendor(first)):
             self._use(node, module)
         if not path:
             self.visit(node.func)
@@ -325,6 +341,9 @@ class _Reader(ast.NodeVisitor):
     def visit_Dict(self, node: ast.Dict) -> None:
         for key, value in zip(node.keys, node.values, strict=True):
             self._settings(key.value if isinstance(key, ast.Constant) else None, value)
+        names = tuple(sorted(self._keys(node)))
+        for built in filter(None, (lookup(BUILDS, self.file, name) for name in names)):
+            self._use(node, built, positional=0, keywords=names)
         self.generic_visit(node)
 
     def _settings(self, passed_as: object, value: ast.expr) -> None:
@@ -367,9 +386,3 @@ def _is_vendors(path: str) -> bool:
 def _is_class(path: str) -> bool:
     last = path.rpartition(".")[2]
     return bool(path) and path.partition(".")[0] in VENDORS and last.lstrip("_")[:1].isupper() and "(" not in last
-
-
-def _vendor(node: ast.AST) -> str:
-    """The module that a string names, if it is a vendor's."""
-    text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-    return text if text.partition(".")[0] in VENDORS else ""

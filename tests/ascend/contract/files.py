@@ -7,7 +7,7 @@ import re
 import subprocess
 import tarfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
@@ -61,9 +61,26 @@ class Files:
 
     @classmethod
     def of_folder(cls, parent: Path, folder: str) -> Files:
-        """An installed package."""
-        paths = [*(parent / folder).rglob("*.py"), *(parent / folder).rglob("*.yaml")]
-        return cls({p.relative_to(parent).as_posix(): p.read_text(encoding="utf-8", errors="replace") for p in paths})
+        """An installed package; a file is read when it is asked for."""
+        return cls(_OnDisk(parent, folder))
+
+
+class _OnDisk(Mapping[str, str]):
+    def __init__(self, parent: Path, folder: str) -> None:
+        self._parent, self._folder = parent, folder
+
+    def __getitem__(self, path: str) -> str:
+        try:
+            return (self._parent / path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            raise KeyError(path) from None
+
+    def __iter__(self) -> Iterator[str]:
+        for path in (self._parent / self._folder).rglob("*.py"):
+            yield path.relative_to(self._parent).as_posix()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _readable(name: str, data: bytes) -> dict[str, str]:

@@ -115,7 +115,6 @@ class Library:
         instance = False
         for part in parts:
             name, called, _ = part.partition("(")
-            through = instance
             found, drop = self._step(found, name, instance)
             if found is None and self._is_binding(symbol):
                 return _Binding(symbol), False
@@ -128,8 +127,6 @@ class Library:
                     return None, None
             if isinstance(found, _Def) and part is parts[-1]:
                 return found, drop
-            if through and isinstance(found, _Class) and not called:  # a class kept in an attribute
-                instance = False
         return found, instance
 
     def _step(self, found: Found, name: str, instance: bool) -> tuple[Found, bool | None]:
@@ -222,8 +219,8 @@ class Library:
                     if (alias.asname or alias.name.partition(".")[0]) == name and self._module(alias.name):
                         return self._module(alias.name if alias.asname else name)
             elif (value := _assigned(part, name)) is not None:
-                alias = self._in_module(module, value.id, seen) if isinstance(value, ast.Name) else None
-                return alias or _Value(module, value)
+                other = value.id if isinstance(value, ast.Name) and value.id != name else ""
+                return (self._in_module(module, other) if other else None) or _Value(module, value)
         for origin in stars:
             if found := self._in_module(origin, name, seen):
                 return found
