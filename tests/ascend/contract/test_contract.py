@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_asyncflow.engines.vllm import versions
 from mindspeed_asyncflow.platforms import matrix
-from tests.ascend.contract import calls, signatures
+from tests.ascend.contract import calls, known, signatures
 from tests.ascend.contract.absent import ABSENT
 
 ROOT = Path(__file__).parents[3]
@@ -163,3 +164,18 @@ def test_an_excuse_covers_its_own_symbol_only():
     spoilt = replace(release, symbols=release.symbols | {"vllm.v1.engine.core.EngineCore().step": None})
     new = set(problems(USES, spoilt)) - set(problems(USES, release))
     assert {text.split(": ")[1].split(" ")[0] for text in new} == {"vllm.v1.engine.core.EngineCore().step"}
+
+
+@pytest.mark.parametrize(
+    "release", [r for r in RELEASES if r.library in ("vllm", "vllm_ascend")], ids=lambda release: release.name
+)
+def test_the_row_of_a_release_names_verbs_and_arguments_of_its_worker(release):
+    version = "0.27.1" if release.version == "main" else release.version
+    on_npu = release.library == "vllm_ascend"
+    row = versions.ascend_shape_for(version) if on_npu else versions.shape_for(version, experts=False)
+    worker = known.WORKERS[on_npu]
+    assert [verb for verb in row.verbs if not isinstance(release.symbols[f"{worker}.{verb}"], list)] == []
+    if row.transfer_engine:
+        start = calls.Use("versions.py", 0, f"{worker}.start_weight_update", positional=len(row.start_args))
+        assert signatures.problem(start, release) == ""
+        assert signatures.problem(replace(start, positional=2), release) != ""
