@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
 import sys
 from collections import Counter
@@ -18,10 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.platforms import vocabulary_torch
 from mindspeed_asyncflow.platforms.packing import PackedLayout, SlotIndex
 
-log = logging.getLogger(__name__)
+log = get_logger("kernels")
 
 KERNELS_ENV = "ASYNCFLOW_KERNELS"  # auto, or torch: never our own kernels of cann_kernels/
 
@@ -217,7 +217,7 @@ def _npu_attention_packed(
 
 
 def vocabulary_path(logits: torch.Tensor, operator: str) -> Callable[..., Any]:
-    """The `stats` or `gradient` function to call for these logits. The call is counted.
+    """The `stats` or `gradient` function to call for these logits. The call is counted, the first of a path logged.
 
     Triton-Ascend kernels for bf16 and fp32 on an NPU; torch elsewhere, where the kernels cannot be loaded, and with
     ASYNCFLOW_KERNELS=torch. Raises `PlatformError` for another value of that variable.
@@ -227,7 +227,10 @@ def vocabulary_path(logits: torch.Tensor, operator: str) -> Callable[..., Any]:
         raise PlatformError(f"{KERNELS_ENV}={choice!r} is neither auto nor torch")
     compiled = choice == "auto" and logits.device.type == "npu" and logits.dtype in (torch.bfloat16, torch.float32)
     found = _triton_kernels() if compiled else None
-    _calls[f"vocabulary_{operator}/{'torch' if found is None else 'triton'}"] += 1
+    path = f"vocabulary_{operator}/{'torch' if found is None else 'triton'}"
+    if path not in _calls:
+        log.info("%s runs for the first time, for %s logits on %s", path, logits.dtype, logits.device.type)
+    _calls[path] += 1
     return getattr(found or vocabulary_torch, operator)
 
 
@@ -241,7 +244,5 @@ def _triton_kernels() -> Any:
     try:
         return importlib.import_module("cann_kernels.launch").ON_DEVICE
     except ImportError as error:
-        logging.getLogger(__name__).warning(
-            "the Triton-Ascend kernels cannot be loaded (%s); torch runs instead", error
-        )
+        log.warning("the Triton-Ascend kernels cannot be loaded (%s); torch runs instead", error)
         return None

@@ -1,18 +1,14 @@
-"""The compilers that scripts/kernel_tools.sh installs, and what they make of the kernels, once per session."""
+"""What the compilers that scripts/kernel_tools.sh installs make of the kernels, once per session."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tool_place import ROOT, tools_python
 
 from cann_kernels.calls import Kernels
-from cann_kernels.host import host_kernels
-
-ROOT = Path(__file__).parents[2]
-TOOLS_ENV = "ASYNCFLOW_KERNEL_TOOLS"  # scripts/test.sh sets it: the tools must be there then
 
 
 class Built(NamedTuple):
@@ -24,18 +20,13 @@ class Built(NamedTuple):
 @pytest.fixture(scope="session")
 def tools() -> Path:
     """Python of the environment with the compilers."""
-    named = os.environ.get(TOOLS_ENV)
-    folder = Path(named) if named else ROOT / ".cache" / "kernel-tools"
-    if (folder / "stamp").exists():
-        return folder / "bin" / "python"
-    if named:
-        pytest.fail(f"{TOOLS_ENV}={named} has no complete environment: bash scripts/kernel_tools.sh")
-    pytest.skip("the compilers of the kernels are not installed: bash scripts/kernel_tools.sh")
+    return tools_python()
 
 
 @pytest.fixture(scope="session")
 def build(tools, tmp_path_factory):
     """build(*options) -> Built"""
+    from cann_kernels.host import host_kernels  # needs llvmlite, which a trainer's environment may lack
 
     def run(*options: str) -> Built:
         folder = tmp_path_factory.mktemp("kernels")

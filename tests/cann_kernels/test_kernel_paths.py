@@ -1,6 +1,7 @@
 """Which path runs where, that it is counted, and what a device gets."""
 
 import importlib
+import logging
 import sys
 import types
 
@@ -17,12 +18,18 @@ def on_npu(dtype: torch.dtype) -> types.SimpleNamespace:
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
+def fresh(monkeypatch, caplog):
+    kernels.log.addHandler(caplog.handler)  # alone: whether its parent propagates depends on what ran before
+    kernels.log.propagate = False
+    kernels.log.setLevel(logging.INFO)
     monkeypatch.delenv(kernels.KERNELS_ENV, raising=False)
     monkeypatch.setattr(kernels, "_calls", type(kernels._calls)())
     kernels._triton_kernels.cache_clear()
     yield
     kernels._triton_kernels.cache_clear()
+    kernels.log.removeHandler(caplog.handler)
+    kernels.log.propagate = True
+    kernels.log.setLevel(logging.NOTSET)
 
 
 class FakeKernel:
@@ -60,12 +67,13 @@ def fake_triton(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_a_processor_runs_torch_and_both_passes_are_counted():
+def test_a_processor_runs_torch_and_both_passes_are_counted(caplog):
     logits = torch.randn(3, 5, requires_grad=True)
     stats = vocabulary_stats(logits, torch.tensor([0, 1, 2]))
     stats.total.sum().backward()
     vocabulary_stats(logits, torch.tensor([0, 1, 2]))
     assert kernels.path_calls() == {"vocabulary_stats/torch": 2, "vocabulary_gradient/torch": 1}
+    assert caplog.text.count("vocabulary_stats/torch runs for the first time, for torch.float32 logits on cpu") == 1
 
 
 def test_a_device_runs_the_kernels_unless_told_otherwise(fake_triton, monkeypatch):
