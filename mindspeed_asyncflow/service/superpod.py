@@ -247,9 +247,11 @@ class Launch:
                 raise HostFailed(f"{silent.name} is lost: nothing was heard of it for {limit}")
         if link is None:
             return None
+        if verb == "closed" and link.greeted:
+            output = self.folder.logs / f"{link.name}.log"
+            raise HostFailed(f"{link.name} is lost: its connection ended ({content}); its output is in {output}")
         if verb == "closed":
-            what = "is lost: its connection ended" if link.greeted else "cannot be reached: its launcher ended"
-            raise HostFailed(f"{link.name} {what} ({content}){link.last_words()}")
+            raise HostFailed(f"{link.name} cannot be reached: its launcher ended ({content}){link.last_words()}")
         if verb == "failed":
             raise HostFailed(f"{link.name}: {content}{link.last_words()}")
         return link, verb, content
