@@ -165,6 +165,7 @@ def test_devices_that_look_alike_are_shown_in_one_line():
     assert many[0].startswith("software and devices: assumed") and "more ranges up to" in many[-1]
 
 
+@pytest.mark.slow
 def test_check_shows_the_node_and_counts_its_findings(monkeypatch, capsys):
     monkeypatch.setattr(preflight, "look", lambda config, machine: NODE)
     monkeypatch.setattr(preflight, "surroundings", lambda config: replace(MACHINE, assumed=False))

@@ -75,6 +75,7 @@ def test_a_model_without_the_characters_of_a_task_is_refused_with_one_that_has_t
 NPU = "configs/qwen_tiny_npu.yaml"
 
 
+@pytest.mark.slow
 def test_assumed_devices_are_checked_without_any_and_at_most_so_many_may_be_wanted(capsys):
     assert cli.main(["check", NPU, "--platform", "npu", "--assume-devices", "16"]) == 0
     out = capsys.readouterr().out
@@ -83,6 +84,7 @@ def test_assumed_devices_are_checked_without_any_and_at_most_so_many_may_be_want
     assert "2 NPUs wanted (1 trainer ranks + 1 rollout replicas x 1), 1 available" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_platform_of_the_command_line_is_put_over_the_file(capsys):
     assert cli.main(["check", "configs/qwen_tiny_cpu.yaml", "--platform", "npu", "--assume-devices", "2"]) == 0
     assert "platform: npu" in capsys.readouterr().out

@@ -32,6 +32,8 @@ from tests.ascend.contract.known import (
 
 OURS = ("mindspeed_asyncflow", "cann_kernels", "benchmarks")
 VENDORS = ("torch_npu", "mindspeed", "vllm", "vllm_ascend")
+# What a file that uses any of them says somewhere; the others need not be parsed.
+SPEAKS = re.compile(r"torch_npu|\bmindspeed\b|vllm|torch\.npu|torch\.ops\.npu|get_device_module|VLLM|PYTORCH_NPU")
 DOTTED = re.compile(rf"({'|'.join(VENDORS)})(\.\w+)+")
 VARIABLE = re.compile(r"(VLLM|PYTORCH_NPU)_[A-Z0-9_]+")
 
@@ -72,6 +74,8 @@ def read(texts: dict[str, str]) -> list[Use]:
     found: list[Use] = []
     own: set[str] = set()
     for file, text in texts.items():
+        if not SPEAKS.search(text):
+            continue
         reader = _Reader(file)
         tree = ast.parse(text)
         for _ in range(3):  # what a name stands for may be told below its first use

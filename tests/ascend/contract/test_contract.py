@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,11 @@ from tests.ascend.contract.absent import ABSENT
 
 ROOT = Path(__file__).parents[3]
 RELEASES = signatures.load()
-USES = calls.collect(ROOT)
+
+
+@cache
+def ours():
+    return calls.collect(ROOT)
 
 
 def problems(uses, release):
@@ -25,7 +30,7 @@ def problems(uses, release):
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
 def test_every_use_fits_the_release(release):
-    assert problems(USES, release) == []
+    assert problems(ours(), release) == []
 
 
 @pytest.mark.parametrize("key", ABSENT, ids=" ".join)
@@ -41,7 +46,7 @@ def test_every_library_that_is_used_has_records_of_the_supported_releases():
     wanted |= {("vllm_ascend", v) for v in ("0.18.0", "0.23.0", "main")}
     wanted |= {("mindspeed", v) for v in ("core_r0.16.0", "26.1.0_core_r0.12.1")}
     assert recorded >= wanted
-    assert {use.library for use in USES} <= {library for library, _ in recorded}
+    assert {use.library for use in ours()} <= {library for library, _ in recorded}
     for row in matrix.TRAINER:
         assert ("mindspeed", row.mindspeed) in recorded and ("torch_npu", row.torch_npu) in recorded
 
@@ -54,7 +59,7 @@ def test_records_say_where_they_come_from():
 
 
 def test_the_calls_of_the_device_path_are_among_those_that_are_seen():
-    seen = {(use.file.rpartition("/")[2], use.symbol) for use in USES}
+    seen = {(use.file.rpartition("/")[2], use.symbol) for use in ours()}
     assert ("kernels.py", "torch_npu.npu_fusion_attention") in seen
     assert ("npu.py", "torch_npu.npu.set_device") in seen
     assert ("backend.py", "vllm.v1.engine.core.EngineCore().step") in seen
@@ -162,7 +167,7 @@ def test_a_new_call_without_a_record_asks_for_a_refresh():
 def test_an_excuse_covers_its_own_symbol_only():
     (release,) = [r for r in RELEASES if (r.library, r.version) == ("vllm", "0.18.0")]
     spoilt = replace(release, symbols=release.symbols | {"vllm.v1.engine.core.EngineCore().step": None})
-    new = set(problems(USES, spoilt)) - set(problems(USES, release))
+    new = set(problems(ours(), spoilt)) - set(problems(ours(), release))
     assert {text.split(": ")[1].split(" ")[0] for text in new} == {"vllm.v1.engine.core.EngineCore().step"}
 
 
