@@ -49,7 +49,7 @@ def loss(logprobs: Any, entropy: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def work(job: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Load `load` if named, take `steps`, save to `save` if named. Gives losses, norms, weights and operators called."""
+    """Load `load` if named, take `steps`, save to `save` if named; gives losses, norms, weights, operators called."""
     sys.path.insert(0, str(TINY_MODELS))
     from tiny_models import cut, make_samples
 
