@@ -128,7 +128,7 @@ def test_a_relay_that_is_missing_or_a_port_in_use_is_named(server: RelayServer) 
     with pytest.raises(WeightSyncError, match="No such file"):
         RelayServer("/dev/shm/asyncflow-test-none", SECRET)
     port = int(server.address.rpartition(":")[2])
-    with pytest.raises(PlatformError, match="cannot be bound.*placement.hccl_port_range"):
+    with pytest.raises(PlatformError, match=r"cannot be bound.*placement\.hccl_port_range"):
         RelayServer(server._file.path, SECRET, ports=range(port, port + 1))
 
 
