@@ -99,7 +99,8 @@ def rules(c: Config) -> Iterator[Raw]:
         yield (
             "error",
             (f"{KEY}.context_parallel",),
-            "is ring: MindSpeed's ring attention cuts samples of one length, and samples are packed here; use ulysses",
+            "is ring: MindSpeed has its ring in the class that it puts in the place of megatron's DotProductAttention, "
+            "and layers here have a core attention of our own instead, which cuts by heads; use ulysses",
         )
     if m.moe_overlap != "off":
         yield (

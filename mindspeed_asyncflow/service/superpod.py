@@ -40,9 +40,12 @@ STOP_S = DRIVER_STOP_S + 20.0
 # Variables of the launching shell that every host gets: where libraries lie and how they are to behave.
 FORWARDED = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "TOOLCHAIN_HOME", "TASK_QUEUE_ENABLE", "CPU_AFFINITY_CONF"),
-    *("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_DEVICE_BACKEND_AUTOLOAD"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TP_SOCKET_IFNAME"),
 )
-FORWARDED_STARTS = ("ASCEND_", "HCCL_", "ASYNCFLOW_", "OMP_", "PYTORCH_NPU_", "VLLM_", "HF_", "RAY_", "ACL_", "GLOO_")
+FORWARDED_STARTS = (
+    *("ASCEND_", "HCCL_", "ACL_", "PYTORCH_NPU_", "VLLM_", "GLOO_", "HF_", "OMP_", "RAY_", "ASYNCFLOW_"),
+    *("ATB_", "ASDOPS_", "LCAL_", "LCCL_"),  # set_env.sh of NNAL; its libraries read them while they run
+)
 
 
 class Interrupted(AsyncFlowError):

@@ -22,7 +22,11 @@ def test_defaults_are_right_everywhere(platform):
 @pytest.mark.parametrize(
     ("settings", "keys", "says"),
     [
-        (["mindspeed.context_parallel=ring"], "context_parallel", "use ulysses"),
+        (
+            ["mindspeed.context_parallel=ring"],
+            "context_parallel",
+            r"own instead, which cuts by heads; use ulysses",
+        ),
         (["mindspeed.moe_overlap=alltoall"], "moe_overlap", "grouped experts"),
         (["mindspeed.reuse_fp32_param=true"], "reuse_fp32_param", r"megatron\.training"),
         (["mindspeed.recompute=[mlp]", "recompute=true"], "recompute", "one of them"),

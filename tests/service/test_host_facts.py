@@ -91,6 +91,11 @@ def test_hosts_get_the_variables_of_the_launching_shell_that_the_run_depends_on(
     assert sorted(forwarded(given.items())) == ["ASCEND_HOME", "HCCL_BUFFSIZE", "LD_LIBRARY_PATH"]
 
 
+def test_hosts_get_what_the_set_env_of_nnal_exports():
+    nnal = {"ATB_HOME_PATH": "/n/atb", "ASDOPS_LOG_LEVEL": "ERROR", "LCAL_COMM_ID": "", "LCCL_DETERMINISTIC": "0"}
+    assert forwarded({**nnal, "SHELL": "/bin/sh"}.items()) == nnal
+
+
 def test_logs_of_a_node_are_passed_on_once_and_by_process(tmp_path):
     logs = tmp_path / "session_2026-01-01" / "logs"
     logs.mkdir(parents=True)
