@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from mindspeed_asyncflow.cli import environments
 from mindspeed_asyncflow.config import Config
 from mindspeed_asyncflow.config.checks import Finding
 from mindspeed_asyncflow.config.machine import Machine
 from mindspeed_asyncflow.errors import PlatformError
-from mindspeed_asyncflow.platforms import cann, matrix, npu_smi, ports, pythons
+from mindspeed_asyncflow.platforms import cann, matrix, npu_smi, ports
 from mindspeed_asyncflow.platforms.devices import VISIBLE_ENV as VISIBLE
 from mindspeed_asyncflow.platforms.devices import visible_ids
+from mindspeed_asyncflow.platforms.pythons import pythons
 
-PROBE_S = 6.0  # a Python on a network file system, read for the first time
 SIDES = ("trainer", "rollout")
 Answer = TypeVar("Answer")
 MOST_SHOWN = 12  # port ranges
@@ -31,27 +31,24 @@ class Node:
     cann_installed: str  # in its usual place, whether in this environment or not
     driver: str
     devices: npu_smi.Report | PlatformError
-    environments: Mapping[str, pythons.Environment | PlatformError]  # by side
+    environments: environments.Seen
     visible: str | None = None  # the variable that limits the devices
     kernel_ports: tuple[range, tuple[range, ...]] = field(default=(range(0), ()))
 
 
 def look(config: Config) -> Node:
     """This node. The tool and the Pythons are asked at the same time; those that hang end this after 6 s."""
-    named = {"trainer": config.placement.trainer_python, "rollout": config.placement.rollout_python}
-    commands = {side: pythons.python_command(path) if path else sys.executable for side, path in named.items()}
     with ThreadPoolExecutor() as pool:
         report = pool.submit(_or_error, npu_smi.read)
-        asked = {command: pool.submit(_or_error, pythons.probe, command, PROBE_S) for command in set(commands.values())}
+        seen = environments.look(config)
         devices = report.result()
-        environments = {side: asked[command].result() for side, command in commands.items()}
     tool = devices.version if isinstance(devices, npu_smi.Report) else ""
     return Node(
         cann.cann_version(os.environ),
         cann.installed_cann(),
         cann.driver_version() or tool,
         devices,
-        environments,
+        seen,
         os.environ.get(VISIBLE),
         ports.kernel_ports(),
     )
@@ -76,15 +73,18 @@ def _software(config: Config, node: Node) -> Iterator[Finding]:
     for level, text in matrix.check_cann(node.cann):
         there = f"; CANN {node.cann_installed} is installed here" if not node.cann and node.cann_installed else ""
         yield Finding(level, ("run.platform",), text + there)
-    for level, text in matrix.check_driver(node.driver, eager=not config.rollout.ascend.graphs):
-        yield Finding(level, ("rollout.ascend.graphs",), text)
+    graphs = config.rollout.ascend.graphs
+    for level, text in matrix.check_driver(node.driver, eager=not graphs):
+        yield Finding(level, ("rollout.ascend.graphs" if graphs else "run.platform",), text)
+    yield from environments.findings(config, node.environments)
     for side, check in (("trainer", matrix.check_trainer), ("rollout", matrix.check_rollout)):
         key = (f"placement.{side}_python",)
         environment = node.environments[side]
         if side == "rollout" and config.rollout.engine != "vllm":
             continue
         if isinstance(environment, PlatformError):
-            yield Finding("error", key, str(environment))
+            if key[0] not in pythons(config):  # those are said above
+                yield Finding("error", key, str(environment))
             continue
         found = environment.versions | {"python": environment.python}
         for level, text in check(found, node.cann):

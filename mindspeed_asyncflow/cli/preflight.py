@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_asyncflow.cli import ascend, devices
+from mindspeed_asyncflow.cli import ascend, devices, environments
 from mindspeed_asyncflow.config import Config, checks, feasibility
 from mindspeed_asyncflow.config.machine import LOCAL, Machine, file_system, probe
 from mindspeed_asyncflow.config.model import ModelShape, describe
@@ -23,6 +23,7 @@ from mindspeed_asyncflow.data.tokenizers import load_tokenizer, set_chat_templat
 from mindspeed_asyncflow.environments.base import build_environment
 from mindspeed_asyncflow.errors import ConfigError, DataError, RewardError
 from mindspeed_asyncflow.planner.work import Work
+from mindspeed_asyncflow.platforms.pythons import pythons
 from mindspeed_asyncflow.platforms.topology import declared_hosts
 from mindspeed_asyncflow.rewards import registry
 
@@ -100,6 +101,8 @@ def inspect(config: Config, machine: Machine | None = None, node: ascend.Node | 
     if feasibility.on_npu(config, machine):
         found += ascend.findings(config, machine, node)
         found += devices.communicator_findings(config, {} if machine.assumed else os.environ)
+    elif pythons(config):
+        found += environments.findings(config, environments.look(config))
     if machine.assumed:
         found = list(_elsewhere(config, found))
     elif machine.nodes > 1:

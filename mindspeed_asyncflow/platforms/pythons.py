@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ _ASKED = (
     *("ray", "torch", "torch_npu", "numpy", "vllm", "vllm-ascend"),
     *("megatron-core", "mindspeed", "triton-ascend", "scipy"),
 )
+_MOST_SAID = 160  # characters of a line of what is no Python
 _PROBE = f"""
 import importlib.metadata as m, importlib.util as u, json, sys
 def version(name):
@@ -61,13 +63,31 @@ def probe(python: str = sys.executable, timeout_s: float = 60.0) -> Environment:
         kind = "is no program that can be run" if Path(python).exists() else "does not exist"
         raise PlatformError(f"{python} {kind}: give the path of a Python, such as ENVIRONMENT/bin/python")
     try:
-        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, timeout=timeout_s)
-        version, versions, missing = json.loads(done.stdout.strip().splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        raise PlatformError(f"{python} did not answer within {timeout_s:g} s") from None
-    except (OSError, ValueError, IndexError) as error:
-        said = done.stderr.strip().splitlines()[-1:] if isinstance(error, ValueError | IndexError) else [str(error)]
-        raise PlatformError(f"{python} does not work as a Python: {' '.join(said) or 'it prints nothing'}") from None
+        asked = subprocess.Popen(
+            [python, "-c", _PROBE],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # a wrapper's children hold the pipes too, and are ended with it
+        )
+    except OSError as error:
+        raise PlatformError(f"{python} does not work as a Python: {error}") from None
+    with asked:
+        try:
+            out, said = asked.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(asked.pid, signal.SIGKILL)
+            raise PlatformError(f"{python} did not answer within {timeout_s:g} s") from None
+    try:
+        version, versions, missing = json.loads(out.strip().splitlines()[-1])
+    except (ValueError, TypeError, IndexError):
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        words = " ... ".join(line[:_MOST_SAID] for line in dict.fromkeys([*lines[:1], *lines[-1:]]))
+        raise PlatformError(
+            f"{python} does not work as a Python: {words or 'it does not print what it is asked for'}"
+        ) from None
     return Environment(version, {name: v for name, v in versions.items() if v}, tuple(missing))
 
 

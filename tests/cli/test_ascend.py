@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mindspeed_asyncflow import cli
-from mindspeed_asyncflow.cli import ascend, preflight
+from mindspeed_asyncflow.cli import ascend, environments, preflight
 from mindspeed_asyncflow.config import parse_config
 from mindspeed_asyncflow.config.machine import Machine
 from mindspeed_asyncflow.errors import PlatformError
@@ -123,6 +123,23 @@ def test_a_python_that_does_not_answer_is_a_finding_of_its_setting():
     assert found(broken) == [("error", "placement.rollout_python", "/usr/x/python does not exist")]
 
 
+def test_a_python_that_rays_processes_cannot_share_is_refused_on_npus_as_on_cpus():
+    seen = {**NODE.environments, "own": Environment("3.11.9", {"ray": "2.55.0"})}
+    named = "placement.rollout_python=/r/bin/python"
+    ((level, key, text),) = found(replace(NODE, environments=seen), MACHINE, named)
+    assert (level, key) == ("error", R) and "has Ray 2.60.0, the run itself has Ray 2.55.0" in text
+    alike = {**seen, "own": Environment("3.11.2", {"ray": "2.60.0"})}
+    assert found(replace(NODE, environments=alike), MACHINE, named) == []
+    ((_, key, text),) = found(replace(NODE, environments={**alike, "rollout": PlatformError("gone")}), MACHINE, named)
+    assert (key, text) == (R, "gone")
+
+
+def test_a_driver_without_a_version_is_no_matter_of_graphs_that_are_off():
+    unknown = replace(NODE, driver="")
+    assert [found(unknown)[0][:2]] == [("warning", "run.platform")]
+    assert found(unknown, MACHINE, "rollout.ascend.graphs=true")[0][:2] == ("warning", "rollout.ascend.graphs")
+
+
 def test_devices_are_judged_as_far_as_the_run_may_use_them():
     ill = (*CHIPS[:7], replace(CHIPS[7], health="Alarm"), *CHIPS[8:])
     node = replace(NODE, devices=Report("25.5.2", ill))
@@ -183,7 +200,7 @@ def test_a_node_whose_tool_and_pythons_hang_is_seen_in_time(tmp_path, monkeypatc
         (tmp_path / name).write_text("#!/bin/sh\nexec sleep 60\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(ascend, "PROBE_S", 0.4)
+    monkeypatch.setattr(environments, "PROBE_S", 0.4)
     monkeypatch.setattr(ascend.npu_smi, "TIMEOUT_S", 0.4)
     python = str(tmp_path / "python")
     start = time.monotonic()

@@ -1,6 +1,7 @@
 """What a Python environment has, and whether its processes can work with those of the run."""
 
 import sys
+import time
 
 import pytest
 
@@ -32,15 +33,29 @@ def test_a_python_that_is_not_there_is_named(tmp_path):
         probe(str(tmp_path / "file"))
 
 
-@pytest.mark.parametrize("text, said", [("echo lost >&2; exit 3", "lost"), ("exit 0", "prints nothing")])
-def test_a_program_that_is_no_python_is_named_with_its_last_words(tmp_path, text, said):
-    with pytest.raises(PlatformError, match=f"odd does not work as a Python: .*{said}"):
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("echo lost >&2; exit 3", "lost$"),
+        ("printf 'first\\nsecond\\nlast\\n' >&2; exit 3", r"first \.\.\. last$"),
+        ("printf '%900s' x >&2", "^.{0,400}$"),
+        ("exit 0", "does not print what it is asked for"),
+        ("echo 5", "does not print what it is asked for"),
+        ("cat", "does not print what it is asked for"),  # it has no input to wait for
+    ],
+)
+def test_a_program_that_is_no_python_is_named_with_its_first_and_last_words(tmp_path, text, said):
+    with pytest.raises(PlatformError, match=said) as error:
         probe(script(tmp_path / "odd", text))
+    assert "odd does not work as a Python: " in str(error.value)
 
 
-def test_a_python_that_hangs_is_given_up(tmp_path):
+@pytest.mark.parametrize("text", ["exec sleep 20", "sleep 20\nexit 0"])
+def test_a_python_that_hangs_is_given_up_with_what_it_started(tmp_path, text):
+    began = time.monotonic()
     with pytest.raises(PlatformError, match=r"did not answer within 0\.2 s"):
-        probe(script(tmp_path / "slow", "exec sleep 20"), timeout_s=0.2)
+        probe(script(tmp_path / "slow", text), timeout_s=0.2)
+    assert time.monotonic() - began < 5
 
 
 def test_another_torch_and_another_patch_release_of_python_are_welcome():
