@@ -59,7 +59,7 @@ class Sides:
         expandable = not sleeps if chosen is None else chosen
         made = self._npu("rollout", self.ports.replicas[index], expandable)
         if self.ports.engines:
-            made.setdefault("VLLM_PORT", str(self.ports.engines[index].start))  # it looks upwards from there
+            made["VLLM_PORT"] = str(self.ports.engines[index].start)  # it looks upwards from there
         return self._side("rollout", made)
 
     def relay(self) -> range:
@@ -73,7 +73,7 @@ class Sides:
     def _npu(self, side: str, ports: HcclPorts, expandable: bool) -> dict[str, str]:
         present = {**self._present, **getattr(self._settings, f"{side}_env")}
         allocator = allocator_environment(present, expandable, f"placement.{side}_expandable_segments")
-        return {**ports.environment(), **getattr(self._settings, f"{side}_env"), **allocator}
+        return {**ports.environment(), **allocator}
 
     def _side(self, side: str, made: Mapping[str, str]) -> dict[str, Any]:
         environment = {**getattr(self._settings, f"{side}_env"), **made}

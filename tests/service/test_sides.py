@@ -3,6 +3,7 @@
 import pytest
 
 from mindspeed_asyncflow.config import parse_config
+from mindspeed_asyncflow.config.rules_placement import rules
 from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.service.sides import Sides
 
@@ -60,10 +61,15 @@ def test_ports_of_the_shell_are_not_used_which_is_said(caplog):
     assert found.trainer()["environment"]["HCCL_IF_BASE_PORT"] != "61000"
 
 
-def test_a_port_that_the_settings_name_themselves_is_left():
-    found = sides("placement.rollout_env={HCCL_IF_BASE_PORT: '50000'}")
-    assert found.replica(0)["environment"]["HCCL_IF_BASE_PORT"] == "50000"
-    assert found.trainer()["environment"]["HCCL_IF_BASE_PORT"] != "50000"
+def test_what_the_program_sets_is_what_variables_of_a_side_may_not_name():
+    """So a port plan is whole: no setting takes a group's ports for another's."""
+    plan = sides("workflow.lend=true", "workflow.schedule=separated")
+    for side, told in (("trainer", plan.trainer()), ("rollout", plan.replica(0))):
+        names = {*told["environment"]} - {ALLOCATOR}
+        assert len(names) >= 3
+        for name in names:
+            config = parse_config("", [f"placement.{side}_env={{{name}: '1'}}"])
+            assert [level for level, keys, _ in rules(config) if keys[0] == f"placement.{side}_env"] == ["error"], name
 
 
 def test_what_cannot_work_is_refused_before_anything_starts():
