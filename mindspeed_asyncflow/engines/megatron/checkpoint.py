@@ -43,6 +43,18 @@ def _sharded_state(chunks: Sequence[Any], step: GradientStep, loading: bool) -> 
     return state
 
 
+def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
+    """The state of parameters by itself: under MindSpeed, a distributed optimizer's `load_state_dict` is MindSpeed's,
+    which does not know the format."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    states = [state] if len(parts) == 1 else [state[i] for i in sorted(state)]
+    held = [of_part.pop("param_state", None) for of_part in states]
+    optimizer.load_state_dict(state)
+    for part, of_parameters in zip(parts, held, strict=True):
+        if of_parameters is not None:
+            part.load_parameter_state_from_fully_reshardable(of_parameters)
+
+
 def save(folder: str, chunks: Sequence[Any], step: GradientStep, extra: dict[str, Any]) -> None:
     """Write all shards to `folder` (made if missing). Collective; returns when all ranks have written."""
     if dist.get_rank() == 0:
@@ -64,7 +76,7 @@ def load(folder: str, chunks: Sequence[Any], step: GradientStep) -> dict[str, An
     state = dist_checkpointing.load(_sharded_state(chunks, step, loading=True), folder)
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(state[f"model{i}"])
-    step.optimizer.load_state_dict(state["optimizer"])
+    _load_optimizer(step.optimizer, state["optimizer"])
     step.applied = int(state["applied_steps"])
     _restore_rng(state["rng"])
     with open(path) as f:

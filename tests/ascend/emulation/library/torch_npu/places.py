@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -134,6 +135,8 @@ def _placed(make: Callable[..., torch.Tensor], default: str | None) -> Callable[
 
 
 def _device(self: torch.Tensor) -> torch.device:
+    if isinstance(self, ShardedTensor):  # answers only what is asked of torch's own property
+        return self.local_shards()[0].tensor.device if self.local_shards() else torch.device("npu", 0)
     real = _c_device.__get__(self)
     return torch.device("npu", 0) if real.type == "cpu" and side(self) == NPU else real
 
