@@ -51,24 +51,34 @@ def findings(config: Config, work: Work) -> Iterator[Finding]:
 
 def communicator_findings(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Buffers of HCCL's groups that do not fit what a device leaves to libraries. No allocator counts them, and they
-    stay while the other side has the device."""
-    try:
-        limit = buffer_limit_mb(environ)
-    except PlatformError as error:
-        yield Finding("error", ("run.platform",), str(error))
-        return
-    ranks = config.rollout.tensor_parallel
-    replica = 0 if ranks == 1 else communicator_bytes(config.rollout.ascend.hccl_buffer_mb or limit, 2)  # world, tensor
-    trainer = communicator_bytes(limit, TRAINER_COMMUNICATORS)
-    need = trainer + replica if feasibility.sharing_replicas(config) else max(trainer, replica)
+    stay while the other side has the device. `environ`: that of the run."""
+    own = config.placement.trainer_env
+    for key, given in (("placement.trainer_env", own), ("run.platform", environ)):
+        try:
+            buffer_limit_mb(given)
+        except PlatformError as error:
+            yield Finding("error", (key,), str(error))
+            return
+    reserve, set_by = "cluster.memory_reserve", "placement.trainer_env" if BUFFER_ENV in own else BUFFER_ENV
+    limit = buffer_limit_mb({**environ, **own})
+    held = [_buffers(limit, set_by, TRAINER_COMMUNICATORS, TRAINER)]
+    if config.rollout.tensor_parallel > 1:  # world and tensor group
+        mb = config.rollout.ascend.hccl_buffer_mb
+        key = "rollout.ascend.hccl_buffer_mb" if mb else BUFFER_ENV
+        held.append(_buffers(mb or buffer_limit_mb(environ), key, 2, ROLLOUT))
     left = config.cluster.device.memory_gb * 1e9 * config.cluster.memory_reserve
-    if need > left:
-        yield Finding(
-            "error",
-            ("cluster.memory_reserve", "rollout.ascend.hccl_buffer_mb"),
-            f"groups of HCCL take up to {need / 1e9:.1f} GB of a device, twice {limit} MiB ({BUFFER_ENV}) for each of "
-            f"{TRAINER_COMMUNICATORS} of a trainer rank, and {left / 1e9:.1f} GB are left to libraries",
-        )
+    for together in [held] if feasibility.sharing_replicas(config) else [[one] for one in held]:
+        need = sum(size for _, _, size in together)
+        if need > left:
+            keys = (reserve, *(key for key, *_ in together if key != BUFFER_ENV))
+            text = f"groups of HCCL take {need / 1e9:.1f} GB of a device ({' + '.join(said for _, said, _ in together)})"
+            yield Finding("error", keys, f"{text}, and {left / 1e9:.1f} GB are left to libraries")
+
+
+def _buffers(mb: int, set_by: str, groups: int, side: str) -> tuple[str, str, int]:
+    """What sets the size, in words, and bytes."""
+    size = communicator_bytes(mb, groups)
+    return set_by, f"twice {mb} MiB ({set_by}) for each of {groups} of {side}: {size / 1e9:.1f} GB", size
 
 
 def memory_lines(config: Config, work: Work) -> Iterator[str]:

@@ -40,8 +40,9 @@ class AscendRolloutConfig(Section):
         for name, harm in HARMFUL.items():
             if given.get(name):
                 raise ValueError(f"{name} must stay off: {harm}")
-        if _part(given, "eplb_config").get("dynamic_eplb"):
-            raise ValueError("eplb_config.dynamic_eplb must stay off: an update would find experts at other places")
+        for name in ("dynamic_eplb", "expert_map_record_path"):  # with a path to record to, it switches the first on
+            if _part(given, "eplb_config").get(name) not in (None, False):
+                raise ValueError(f"eplb_config.{name} must stay off: an update would find experts at other places")
         if _part(given, "xlite_graph_config").get("enabled"):
             raise ValueError(
                 "xlite_graph_config.enabled must stay off: its graphs replay the weights of before an update"

@@ -75,11 +75,34 @@ def test_buffers_of_groups_fit_what_a_device_leaves_to_libraries():
     assert list(devices.communicator_findings(config, {})) == []
     (found,) = devices.communicator_findings(config, {"HCCL_BUFFSIZE": "400"})
     assert found.level == "error" and found.keys[0] == "cluster.memory_reserve"
-    assert "take up to 8.4 GB of a device, twice 400 MiB (HCCL_BUFFSIZE) for each of 10" in found.message
+    assert "take 8.4 GB of a device (twice 400 MiB (HCCL_BUFFSIZE) for each of 10 of a trainer" in found.message
     assert "6.4 GB are left to libraries" in found.message
     shared = [*("workflow.schedule=colocated", "workflow.max_lag=0"), "rollout.tensor_parallel=4", "rollout.replicas=1"]
     both = parse_config(SIZED, [*shared, "rollout.ascend.hccl_buffer_mb=600"])
     (found,) = devices.communicator_findings(both, {})
-    assert "take up to 6.7 GB" in found.message
+    assert "take 6.7 GB" in found.message and "a trainer rank: 4.2 GB + twice 600 MiB" in found.message
+    assert found.keys == ("cluster.memory_reserve", "rollout.ascend.hccl_buffer_mb")
     (found,) = devices.communicator_findings(config, {"HCCL_BUFFSIZE": "much"})
     assert "HCCL_BUFFSIZE='much'" in found.message
+
+
+def test_buffers_of_a_replica_are_named_by_the_numbers_that_make_them_too_large():
+    config = parse_config(SIZED, ["rollout.tensor_parallel=2", "rollout.ascend.hccl_buffer_mb=99999"])
+    (found,) = devices.communicator_findings(config, {})
+    size = 2 * 2 * 99999 * 2**20 / 1e9
+    assert f"take {size:.1f} GB of a device (twice 99999 MiB (rollout.ascend.hccl_buffer_mb) for each of 2 of a roll" in (
+        found.message
+    )
+    assert "trainer" not in found.message
+
+
+def test_the_trainers_own_variable_sets_its_buffers_and_not_the_replicas():
+    def found(text, *more):
+        config = parse_config(SIZED, [f"placement.trainer_env={{HCCL_BUFFSIZE: '{text}'}}", *more])
+        return list(devices.communicator_findings(config, {"HCCL_BUFFSIZE": "200"}))
+
+    (large,) = found("99999", "rollout.tensor_parallel=2")
+    assert large.keys == ("cluster.memory_reserve", "placement.trainer_env") and "of a rollout" not in large.message
+    (wrong,) = found("abc")
+    assert wrong.keys == ("placement.trainer_env",) and "HCCL_BUFFSIZE='abc'" in wrong.message
+    assert found("100") == []

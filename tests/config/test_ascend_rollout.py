@@ -63,6 +63,8 @@ def test_mistakes_inside_it_name_the_whole_key(settings, said):
         ("enable_fused_mc2: 1", "enable_fused_mc2 must stay off"),
         ("enable_reduce_sample: true", "over a part of the vocabulary"),
         ("eplb_config: {dynamic_eplb: true}", "dynamic_eplb must stay off"),
+        ("eplb_config: {expert_map_record_path: /x/a.json}", "expert_map_record_path must stay off"),
+        ("eplb_config: {expert_map_record_path: ''}", "expert_map_record_path must stay off"),
         ("xlite_graph_config: {enabled: true}", "xlite_graph_config.enabled must stay off"),
     ],
 )
@@ -73,6 +75,10 @@ def test_options_that_give_wrong_weights_or_log_probabilities_are_refused(option
     assert "rollout.ascend.additional = " in str(error.value) and said in str(error.value)
     name = option.partition(":")[0]
     parse_config(f"rollout: {{ascend: {{additional: {{{name}: 0}}}}}}")
+
+
+def test_experts_at_rest_are_no_experts_that_move():
+    parse_config("rollout: {ascend: {additional: {eplb_config: {dynamic_eplb: false, expert_map_record_path: null}}}}")
 
 
 def test_on_cpu_and_with_other_engines_a_change_is_named_as_without_use():

@@ -46,8 +46,17 @@ def prepare(rollout: RolloutConfig, cpu: bool) -> None:
         _prepare_npu(rollout)
 
 
+# What vllm-ascend must find off, and why. It is set before guards.py looks, so another value is refused here.
+_OFF = {
+    "VLLM_ASCEND_ENABLE_NZ": "weights in FRACTAL_NZ layout cannot be updated in place",
+    "VLLM_USE_V2_MODEL_RUNNER": "the second model runner mistakes an answer that goes on for a prompt",
+}
+
+
 def _prepare_npu(rollout: RolloutConfig) -> None:
-    os.environ["VLLM_ASCEND_ENABLE_NZ"] = "0"  # a kernel layout that in-place weight updates cannot write
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # it mistakes an answer that goes on for a prompt
+    for name, harm in _OFF.items():
+        if os.environ.get(name, "") not in ("", "0"):
+            raise PlatformError(f"{name}={os.environ[name]} in the environment must be 0 or left out: {harm}")
+        os.environ[name] = "0"
     if rollout.ascend.hccl_buffer_mb is not None:
         os.environ[BUFFER_ENV] = str(rollout.ascend.hccl_buffer_mb)

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from mindspeed_asyncflow.config.ascend_rollout import AscendRolloutConfig
+from mindspeed_asyncflow.config.rules_placement import OF_VLLM
 from mindspeed_asyncflow.config.schema import RolloutConfig
 from mindspeed_asyncflow.engines.vllm.environment import prepare, worker_cores
 from mindspeed_asyncflow.errors import PlatformError
@@ -49,3 +50,25 @@ def test_an_npu_replica_gets_the_first_model_runner_and_its_own_hccl_buffers(mon
     prepare(RolloutConfig(ascend=AscendRolloutConfig(hccl_buffer_mb=512)), cpu=False)
     assert os.environ["HCCL_BUFFSIZE"] == "512"
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0"
+
+
+@pytest.mark.parametrize("name", ["VLLM_ASCEND_ENABLE_NZ", "VLLM_USE_V2_MODEL_RUNNER"])
+def test_an_environment_that_switches_on_what_breaks_updates_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known issues 1 and 17."""
+    monkeypatch.setattr(os, "environ", {name: "1"})
+    with pytest.raises(PlatformError, match=f"{name}=1 in the environment must be 0"):
+        prepare(RolloutConfig(), cpu=False)
+    prepare(RolloutConfig(), cpu=True)
+    monkeypatch.setattr(os, "environ", {name: ""})
+    prepare(RolloutConfig(), cpu=False)
+    assert os.environ[name] == "0"
+
+
+def test_what_is_put_over_a_replicas_variables_is_refused_in_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    prepare(RolloutConfig(ascend=AscendRolloutConfig(hccl_buffer_mb=512)), cpu=False)
+    prepare(RolloutConfig(), cpu=True)
+    left = {"VLLM_LOGGING_LEVEL", "TORCH_CPP_LOG_LEVEL"}  # where they are given
+    assert os.environ.keys() - left <= OF_VLLM.keys()
