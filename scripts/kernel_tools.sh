@@ -4,19 +4,20 @@
 #   bash scripts/kernel_tools.sh && bash scripts/test.sh tests/cann_kernels
 #
 # It is apart from .venv because triton-ascend has the import name of triton.
+#   ASYNCFLOW_KERNEL_TOOLS  where it lies (default: .cache/kernel-tools of the project)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 base=$(realpath "${ASYNCFLOW_VENV:-$root/.venv}")
-venv=$root/.cache/kernel-tools
+venv=${ASYNCFLOW_KERNEL_TOOLS:-$root/.cache/kernel-tools}
 pins=$root/scripts/requirements/kernels.txt
-log=$root/.cache/kernel-tools.log
+log=$venv.log
 stamp=$({ echo "$base" "$venv"; cat "$pins"; } | sha256sum | cut -c1-16)
 
 grep -qxs "$stamp" "$venv/stamp" && exit 0
 [[ -x $base/bin/python ]] || { echo "[set-up] first make the environment: bash scripts/bootstrap.sh dev" >&2; exit 1; }
-mkdir -p "$root/.cache"
-exec 9>"$root/.cache/kernel-tools.lock"
+mkdir -p "$(dirname "$venv")"
+exec 9>"$venv.lock"
 flock --timeout 900 9 || { echo "[set-up] another set-up of the kernel tools did not end in 15 minutes" >&2; exit 1; }
 grep -qxs "$stamp" "$venv/stamp" && exit 0
 echo "[set-up] compilers for cann_kernels in $venv" >&2

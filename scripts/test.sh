@@ -19,8 +19,9 @@ esac
 
 bash "$root/scripts/bootstrap.sh" "${layers[@]}"
 if [[ $kernel_tools ]]; then
+    # Named, so that tests/cann_kernels fails instead of skipping where it is incomplete.
+    export ASYNCFLOW_KERNEL_TOOLS=${ASYNCFLOW_KERNEL_TOOLS:-$root/.cache/kernel-tools}
     bash "$root/scripts/kernel_tools.sh"
-    export ASYNCFLOW_KERNEL_TOOLS=$root/.cache/kernel-tools  # tests/cann_kernels fails instead of skipping
 fi
 cd "$root"
 # One thread per process, and no spinning while it waits: several processes share few cores.

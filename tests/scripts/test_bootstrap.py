@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[2]
 STUB = """#!/usr/bin/env bash
 echo "$*" >>"$STUB_LOG"
 if [[ $1 == -c ]]; then [[ $2 == *print* ]] && echo 3.11; exit 0; fi
-if [[ "$1 $2" == "-m venv" ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; touch "$3/pyvenv.cfg"; exit 0; fi
+if [[ "$1 $2" == "-m venv" ]]; then
+    folder=${@: -1}; mkdir -p "$folder/bin"; cp "$0" "$folder/bin/python"; touch "$folder/pyvenv.cfg"; exit 0
+fi
 if [[ -n ${STUB_FAIL:-} && "$*" == *"$STUB_FAIL"* ]]; then echo "no route to the index"; exit 1; fi
 exit 0
 """
@@ -25,6 +27,7 @@ class SetUp:
         self.environment = os.environ | {
             "ASYNCFLOW_VENV": str(self.venv),
             "ASYNCFLOW_PYTHON": str(self.python),
+            "ASYNCFLOW_KERNEL_TOOLS": str(folder / "kernels"),  # not those of the project, which would be made anew
             "STUB_LOG": str(self.log),
         }
 
