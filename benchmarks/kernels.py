@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,8 +26,10 @@ import torch
 
 from cann_kernels import exactly
 from cann_kernels.host import host_kernels
+from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.platforms import kernels
 from mindspeed_asyncflow.platforms.base import current
+from mindspeed_asyncflow.platforms.npu import device_count
 from mindspeed_asyncflow.platforms.vocabulary import logprob_and_entropy, rebased, vocabulary_stats
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,8 +45,9 @@ Run = Callable[[torch.Tensor, torch.Tensor], None]
 
 def build(folder: Path) -> list[dict[str, Any]]:
     """The report of cann_kernels.build, with compilers that are installed first where they are missing."""
-    subprocess.run(["bash", str(ROOT / "scripts/kernel_tools.sh")], check=True, timeout=1000)
-    python = ROOT / ".cache/kernel-tools/bin/python"
+    if subprocess.run(["bash", str(ROOT / "scripts/kernel_tools.sh")], check=False, timeout=1000).returncode:
+        sys.exit("the kernel compilers could not be installed (the lines above say why)")
+    python = Path(os.environ.get("ASYNCFLOW_KERNEL_TOOLS") or ROOT / ".cache/kernel-tools") / "bin/python"
     subprocess.run([python, "-m", "cann_kernels.build", folder], cwd=ROOT, check=False, timeout=BUILD_S)
     return json.loads((folder / "report.json").read_text())
 
@@ -146,12 +150,23 @@ def measured_on_npu(platform: Any, rows: int) -> dict[str, Any]:
     return {**found, "rows": rows, "paths": kernels.path_calls()}
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of rows from 1 on")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=int, default=256, help="rows of logits for memory and time")
+    parser.add_argument("--rows", type=positive, default=256, help="rows of logits for memory and time")
     parser.add_argument("--platform", choices=("auto", "cpu", "npu"), default="auto")
     args = parser.parse_args()
-    platform = current(args.platform)
+    try:
+        platform = current(args.platform)
+    except PlatformError as error:
+        parser.error(str(error))
+    if platform.name == "npu" and not device_count():
+        parser.error("there is no NPU here that torch_npu can use: leave --platform npu and ASYNCFLOW_PLATFORM out")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         report = build(Path(name))

@@ -14,6 +14,11 @@
 # The vendor's older release, 26.1.0_core_r0.12.1, has the same torch_npu and megatron-core 0.12.1.
 set -euo pipefail
 
+case ${1:-} in
+    -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -*) echo "$1: expected nothing, or a Python" >&2; exit 2 ;;
+esac
+
 source=${ASYNCFLOW_MINDSPEED_SRC:-https://gitcode.com/Ascend/MindSpeed.git}
 branch=core_r0.16.0
 commit=e4772499f7eb9fa9a68919dd1eaddef00e915b2d

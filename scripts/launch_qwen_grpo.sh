@@ -16,8 +16,16 @@
 #   --hosts FILE        run on several hosts: starts Ray on each, a dock pair on each, and stops everything in the end.
 #                       A line per host: `name [slots=DEVICES] [superpod=NAME] [address=IP]`, the first one leads.
 #                       Project, Python and run folder must lie at the same place on all of them.
-#   with --hosts: --launcher CMD (default ssh), --python FILE, --ray-port N, --worker-ports MIN-MAX, --no-check,
-#                 --connect-timeout S, --start-timeout S, --silence-timeout S; --hosts FILE --help explains them
+#   with --hosts:
+#     --launcher CMD         runs a shell command, its last word, on the host that {host} stands for, or that is put
+#                            behind CMD (default: ssh with keys only); `srun --nodelist={host} ... bash -c` is another
+#     --python FILE          interpreter on every host (default: this one)
+#     --ray-port N           where hosts join the first one (6380)
+#     --worker-ports MIN-MAX ports of Ray's workers (default: any)
+#     --connect-timeout S    seconds to reach a host (60)
+#     --start-timeout S      seconds of a check, and of Ray's start (180)
+#     --silence-timeout S    a host silent for so many seconds is lost (60)
+#     --no-check             leave `asyncflow check` out
 #   ASYNCFLOW_PYTHON  on NPUs: the Python that has torch_npu (default: python3)
 set -euo pipefail
 
@@ -27,8 +35,7 @@ passed=()
 while (($#)); do
     case $1 in
         -h | --help)
-            [[ -z $hosts ]] || { passed+=(--help); shift; continue; }
-            sed -n '2,21s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+            sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         --config | --set | --hosts | --platform | --ray-address)
             (($# >= 2)) || { echo "$1 needs a value" >&2; exit 2; }
             case $1 in
@@ -74,12 +81,13 @@ if has_npus; then
     python=${ASYNCFLOW_PYTHON:-python3}
     # Where the devices are those of other machines, their own Ray nodes look at them.
     [[ -n $hosts${RAY_ADDRESS:-} ]] || "$python" -c 'import torch, torch_npu; assert torch_npu.npu.is_available()' || {
-        echo "NPUs are present, but $python cannot use them through torch_npu (the lines above say why)." >&2
+        echo "$python cannot use NPUs through torch_npu (the lines above say why)." >&2
         echo "Load CANN's set_env.sh, and install: $python -m pip install -e '${root}[npu-train]';" >&2
         echo "then bash scripts/install_mindspeed.sh $python, and vllm-ascend for the same torch." >&2
         exit 2
     }
-    echo "NPUs found: running on them with $python" >&2
+    [[ $platform == npu ]] && why="--platform npu" || why="NPUs found"
+    echo "$why: running on NPUs with $python" >&2
     default=configs/qwen_tiny_npu.yaml
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 else

@@ -34,7 +34,12 @@ fi
 
 hosts=$(mktemp)
 trap 'rm -f "$hosts"' EXIT
-scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/\$/${ASYNCFLOW_SLOTS:+ slots=$ASYNCFLOW_SLOTS}/" >"$hosts"
+names=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || {
+    echo "scontrol cannot name the nodes of SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST (the lines above say why);" >&2
+    echo "Slurm's commands must be in PATH on the nodes of the job, scontrol and srun" >&2
+    exit 2
+}
+sed "s/\$/${ASYNCFLOW_SLOTS:+ slots=$ASYNCFLOW_SLOTS}/" <<<"$names" >"$hosts"
 
 # A step for each node beside the batch step, with all of its CPUs and memory; the agent comes as the last word.
 launcher="srun --overlap --nodes=1 --ntasks=1 --nodelist={host} --cpus-per-task=${SLURM_CPUS_ON_NODE:-1} --mem=0"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_asyncflow.service.superpod import build_parser
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
 LAUNCH, SLURM = ROOT / "scripts/launch_qwen_grpo.sh", ROOT / "scripts/launch_slurm.sh"
@@ -97,6 +99,19 @@ def test_the_help_names_every_option_of_the_script():
     assert "ASYNCFLOW_SRUN" in run(SLURM, "--help").stdout
 
 
+@pytest.mark.parametrize("words", [("--hosts", "hosts.txt", "--help"), ("--help", "--hosts", "hosts.txt")])
+def test_the_help_of_a_launch_over_hosts_sets_nothing_up_and_names_its_options(tmp_path, words):
+    done = run(LAUNCH, *words, ASYNCFLOW_VENV=str(tmp_path / "venv"))
+    assert done.returncode == 0 and not (tmp_path / "venv").exists()
+    options = set(build_parser()._option_string_actions) - {"-h", "--help", "--run-folder"}  # of every run
+    assert done.stderr == "" and [option for option in options if f"{option} " not in done.stdout] == []
+
+
+def test_a_platform_that_was_asked_for_is_not_said_to_be_found(python):
+    done = run(LAUNCH, "--platform", "npu", **python)
+    assert done.returncode == 0 and "found" not in done.stderr and "--platform npu: running on NPUs" in done.stderr
+
+
 def test_outside_of_a_slurm_job_nothing_is_started():
     done = run(SLURM)
     assert done.returncode == 2 and "submit it with sbatch" in done.stderr
@@ -127,6 +142,14 @@ def test_a_slurm_job_hands_its_nodes_to_the_launch_and_returns_its_status(tmp_pa
     assert launcher.startswith("srun --overlap") and launcher.endswith("--gres=npu:16 bash -c")
     assert "--nodelist={host}" in launcher and "--cpus-per-task=64" in launcher
     assert not Path(said[3]).exists(), "the host file is removed"
+
+
+def test_without_the_commands_of_slurm_a_job_says_so(tmp_path):
+    job = Job(tmp_path, "echo started\n")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'no such thing' >&2\nexit 127\n")
+    done = run(SLURM, **job.environment)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "no such thing" in done.stderr and "SLURM_JOB_NODELIST=n[1-2]" in done.stderr
 
 
 def test_a_signal_to_the_slurm_job_reaches_the_launch_and_its_end_is_waited_for(tmp_path):

@@ -31,6 +31,12 @@ def install(tmp_path, **state):
     return subprocess.run(["bash", str(SCRIPT), str(python)], env=environ, capture_output=True, text=True, timeout=60)
 
 
+def test_its_help_says_how_to_call_it_and_looks_at_no_python():
+    done = subprocess.run(["bash", str(SCRIPT), "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "install_mindspeed.sh [PYTHON]" in done.stdout and "set -euo" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("state", "says"),
     [
