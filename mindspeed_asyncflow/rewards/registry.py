@@ -117,14 +117,18 @@ class UserFunction:
 
 
 def build_scorer(name: str, options: Mapping[str, Any], timeout_s: float) -> Scorer | BatchScorer:
-    """The scorer called `name`. Raises `RewardError` for an unknown name and for options that it does not have."""
+    """The scorer called `name`. Raises `RewardError` for an unknown name and for wrong or missing options."""
     if ":" in name:
         return UserFunction(name, options)
     if name not in SCORERS:
         raise RewardError(f"reward.scorers {name!r} is unknown; there are: task, {', '.join(SCORERS)}, MODULE:FUNCTION")
-    own = {"timeout_s": timeout_s} if "timeout_s" in inspect.signature(SCORERS[name]).parameters else {}
+    takes = inspect.signature(SCORERS[name]).parameters
+    given = ({"timeout_s": timeout_s} if "timeout_s" in takes else {}) | dict(options)
+    if missing := [option for option, p in takes.items() if p.default is p.empty and option not in given]:
+        said = f"option {missing[0]} is" if len(missing) == 1 else f"options {', '.join(missing)} are"
+        raise RewardError(f"reward.scorers {name}: {said} missing")
     try:
-        return SCORERS[name](**(own | dict(options)))
+        return SCORERS[name](**given)
     except (TypeError, ValueError, OSError) as error:
         raise RewardError(f"reward.scorers {name} with options {dict(options)}: {error}") from error
 

@@ -87,7 +87,7 @@ def test_the_scorer_of_the_task_can_be_one_of_several():
     [
         ("exactly", {}, "unknown; there are: task, exact"),
         ("number", {"tolerence": 1}, "tolerence"),
-        ("length", {}, "limit"),
+        ("length", {}, "length: option limit is missing"),
         ("http", {"urls": "nowhere"}, "nowhere"),
         ("nowhere_at_all:score", {}, "cannot be loaded"),
         (f"{HERE}:missing", {}, "cannot be loaded"),
