@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mindspeed_asyncflow.cli import environments
-from mindspeed_asyncflow.config import Config
+from mindspeed_asyncflow.config import Config, feasibility
 from mindspeed_asyncflow.config.checks import Finding
 from mindspeed_asyncflow.config.machine import Machine
+from mindspeed_asyncflow.config.rules_placement import OF_VLLM
 from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.platforms import cann, matrix, npu_smi, ports
+from mindspeed_asyncflow.platforms.allocator import allocator_environment
 from mindspeed_asyncflow.platforms.devices import VISIBLE_ENV as VISIBLE
 from mindspeed_asyncflow.platforms.devices import visible_ids
 from mindspeed_asyncflow.platforms.pythons import pythons
@@ -21,6 +23,8 @@ from mindspeed_asyncflow.platforms.pythons import pythons
 SIDES = ("trainer", "rollout")
 Answer = TypeVar("Answer")
 MOST_SHOWN = 12  # port ranges
+OFF = ("VLLM_ASCEND_ENABLE_NZ", "VLLM_ASCEND_ENABLE_FUSED_MC2", "VLLM_USE_V2_MODEL_RUNNER")  # replicas refuse them on
+RL_CONFIG_SINCE = (0, 27)  # releases of vllm-ascend that know this option
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,11 @@ def _software(config: Config, node: Node) -> Iterator[Finding]:
         found = environment.versions | {"python": environment.python}
         for level, text in check(found, node.cann):
             yield Finding(level, key, f"{side}: {text}")
+        version = found.get("vllm-ascend", "") if side == "rollout" else ""
+        asked = version and "rl_config" in config.rollout.ascend.additional
+        if asked and matrix.numbers(version)[:2] < RL_CONFIG_SINCE:
+            text = f"rl_config is unknown to vllm-ascend {version}; it takes {'.'.join(map(str, RL_CONFIG_SINCE))}"
+            yield Finding("error", ("rollout.ascend.additional", *key), f"{text} or newer")
 
 
 def _devices(node: Node) -> Iterator[Finding]:
@@ -103,6 +112,26 @@ def _devices(node: Node) -> Iterator[Finding]:
         return
     for level, text in npu_smi.check(node.devices, visible):
         yield Finding(level, key, text)
+
+
+def variable_findings(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Variables that processes would refuse at their start. `environ`: what they inherit from the run."""
+    p = config.placement
+    chosen = p.rollout_expandable_segments
+    grows = {"trainer": p.trainer_expandable_segments}
+    if not feasibility.in_place(config):  # else replicas live in the trainers' processes
+        grows["rollout"] = feasibility.own_replicas(config) > 0 if chosen is None else chosen  # sleeping ones do not
+    for side, expandable in grows.items():
+        keys = (f"placement.{side}_expandable_segments", f"placement.{side}_env")
+        try:
+            allocator_environment({**environ, **getattr(p, f"{side}_env")}, expandable, keys[0])
+        except PlatformError as error:
+            yield Finding("error", keys, str(error))
+    if config.rollout.engine == "vllm":
+        for name in OFF:
+            if environ.get(name, "") not in ("", "0"):
+                text = f"{name}={environ[name]} in the environment of the run must be 0 or left out: {OF_VLLM[name]}"
+                yield Finding("error", ("run.platform",), text)
 
 
 def _ports(config: Config, machine: Machine, node: Node | None) -> Iterator[Finding]:

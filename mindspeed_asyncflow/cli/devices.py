@@ -70,9 +70,10 @@ def communicator_findings(config: Config, environ: Mapping[str, str]) -> Iterato
     for together in [held] if feasibility.sharing_replicas(config) else [[one] for one in held]:
         need = sum(size for _, _, size in together)
         if need > left:
+            words = [said for _, said, _ in together]
             keys = (reserve, *(key for key, *_ in together if key != BUFFER_ENV))
-            text = f"groups of HCCL take {need / 1e9:.1f} GB of a device ({' + '.join(said for _, said, _ in together)})"
-            yield Finding("error", keys, f"{text}, and {left / 1e9:.1f} GB are left to libraries")
+            text = f"groups of HCCL take {need / 1e9:.1f} GB of a device ({' + '.join(words)}), "
+            yield Finding("error", keys, f"{text}and {left / 1e9:.1f} GB are left to libraries")
 
 
 def _buffers(mb: int, set_by: str, groups: int, side: str) -> tuple[str, str, int]:

@@ -100,7 +100,9 @@ def inspect(config: Config, machine: Machine | None = None, node: ascend.Node | 
     found += devices.findings(config, work) if work is not None else []
     if feasibility.on_npu(config, machine):
         found += ascend.findings(config, machine, node)
-        found += devices.communicator_findings(config, {} if machine.assumed else os.environ)
+        environ = {} if machine.assumed else os.environ
+        found += devices.communicator_findings(config, environ)
+        found += ascend.variable_findings(config, environ)
     elif pythons(config):
         found += environments.findings(config, environments.look(config))
     if machine.assumed:

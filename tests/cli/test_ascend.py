@@ -140,6 +140,42 @@ def test_a_driver_without_a_version_is_no_matter_of_graphs_that_are_off():
     assert found(unknown, MACHINE, "rollout.ascend.graphs=true")[0][:2] == ("warning", "rollout.ascend.graphs")
 
 
+def variables(environ, *overrides):
+    return [(f.level, f.keys[0], f.message) for f in ascend.variable_findings(config_of(*overrides), environ)]
+
+
+@pytest.mark.parametrize("side", ["trainer", "rollout"])
+def test_allocator_options_that_a_side_would_refuse_at_its_start_are_refused_by_check(side):
+    key, options = f"placement.{side}_expandable_segments", "PYTORCH_NPU_ALLOC_CONF: 'max_split_size_mb:100'"
+    given = f"placement.{side}_env={{{options}}}"
+    ((level, named, text),) = variables({}, given)
+    assert (level, named) == ("error", key) and "max_split_size_mb:100, which cannot be with" in text
+    assert variables({}, given, f"{key}=false") == []
+
+
+def test_allocator_options_of_the_shell_count_for_every_side_whose_segments_grow():
+    shell = {"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:100"}
+    both = ["placement.trainer_expandable_segments", "placement.rollout_expandable_segments"]
+    assert [key for _, key, _ in variables(shell)] == both
+    assert [key for _, key, _ in variables(shell, "workflow.schedule=colocated")] == both[:1]  # replicas sleep
+
+
+@pytest.mark.parametrize("name", ["VLLM_ASCEND_ENABLE_NZ", "VLLM_ASCEND_ENABLE_FUSED_MC2", "VLLM_USE_V2_MODEL_RUNNER"])
+def test_a_shell_that_switches_on_what_replicas_refuse_is_an_error(name):
+    """Known issues 1 and 17."""
+    ((level, key, text),) = variables({name: "1"})
+    assert (level, key) == ("error", "run.platform") and text.startswith(f"{name}=1 in the environment")
+    assert variables({name: "0"}) == variables({name: "1"}, "rollout.engine=reference") == []
+
+
+def test_an_option_of_newer_releases_is_refused_for_the_installed_one():
+    option = "rollout.ascend.additional={rl_config: {enabled: true}}"
+    ((level, key, text),) = found(NODE, MACHINE, option)
+    assert (level, key) == ("error", "rollout.ascend.additional") and "unknown to vllm-ascend 0.23.0" in text
+    newer = with_side("rollout", vllm__ascend="0.27.1", vllm="0.27.1")
+    assert "rollout.ascend.additional" not in {key for _, key, _ in found(newer, MACHINE, option)}
+
+
 def test_devices_are_judged_as_far_as_the_run_may_use_them():
     ill = (*CHIPS[:7], replace(CHIPS[7], health="Alarm"), *CHIPS[8:])
     node = replace(NODE, devices=Report("25.5.2", ill))
