@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--assume-devices",
         metavar="N",
         type=_devices,
-        help="check for a cluster of N NPUs as `cluster` describes it, in place of this machine: nothing of its "
-        "software, devices and files is looked at",
+        help="check for a cluster of N NPUs as `cluster` describes it, in place of this machine: no software and no "
+        "devices are looked at; nodes are taken to have the CPUs and free disk of this one",
     )
 
 
