@@ -22,6 +22,8 @@ from mindspeed_asyncflow.platforms.communicators import (
 )
 
 TRAINER, ROLLOUT = "a trainer rank", "a rollout rank"
+HOST_OPERATIONS_PER_S = 1e12  # a matrix multiplication by plain torch on a server's cores, in order of magnitude
+SLOW_REFERENCE_S = 60.0  # of a step: less is beside the point
 LABEL = "simulated, not run on NPUs"
 KNOBS = {
     TRAINER: (
@@ -39,7 +41,7 @@ def held_bytes(config: Config, work: Work) -> dict[str, dict[str, float]]:
 
 
 def findings(config: Config, work: Work) -> Iterator[Finding]:
-    """What does not fit on a device."""
+    """What does not fit on a device, and what is not on one."""
     usable = memory.usable_bytes(config)
     for side, kinds in held_bytes(config, work).items():
         need = sum(kinds.values())
@@ -47,6 +49,17 @@ def findings(config: Config, work: Work) -> Iterator[Finding]:
             listing = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds.items())
             text = f"{side} takes {need / 1e9:.1f} GB ({listing}), a device of cluster.preset={config.cluster.preset} "
             yield Finding("error", KNOBS[side], f"{text}has {usable / 1e9:.1f} GB to use")
+    yield from _reference(config, work)
+
+
+def _reference(config: Config, work: Work) -> Iterator[Finding]:
+    """The policy that the KL term refers to has no device: its forward passes take the time of host CPUs."""
+    weights = sum(work.layer_active) + work.vocabulary
+    seconds = 2 * weights * Workload.of(config).step_tokens / HOST_OPERATIONS_PER_S
+    if config.algorithm.kl_coef > 0 and seconds > SLOW_REFERENCE_S:
+        text = f"the reference policy is computed on host CPUs: {weights / 1e9:.1f} billion weights for each token take "
+        rate = f"about {seconds / 60:.0f} minutes a step at {HOST_OPERATIONS_PER_S:.0e} operations a second"
+        yield Finding("warning", ("algorithm.kl_coef",), f"{text}{rate}; 0 is without it")
 
 
 def communicator_findings(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -47,7 +47,10 @@ def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = No
         *(_rollout, _trainer, schedules.rules, rules_turns.rules, rules_evaluation.rules),
         *(rules_placement.rules, rules_unused.rules, mindspeed.rules),
     )
-    found = [Finding(*f) for rule in rules for f in rule(config)]
+    settled = config
+    if not feasibility.on_npu(config, machine):  # `auto` is decided by the machine
+        settled = config.model_copy(update={"run": config.run.model_copy(update={"platform": "cpu"})})
+    found = [Finding(*f) for rule in rules for f in rule(settled)]
     shape = None
     try:
         model = model or feasibility.model_config(config)

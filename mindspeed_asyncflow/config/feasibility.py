@@ -102,6 +102,9 @@ def findings(config: Config, machine: Machine, model: ModelShape | None) -> Iter
     if model is not None:
         yield from _rollout_split(config, model)
         yield from _cache(config, model)
+        if config.rollout.ascend.expert_parallel and model.experts is None and on_npu(config, machine):
+            keys = ("rollout.ascend.expert_parallel", "model.source")
+            yield "warning", keys, "has no use: the model has no experts"
     if model is not None and config.rollout.engine == "vllm" and not on_npu(config, machine):
         size = model.head_dim
         if model.latent is None and size not in VLLM_CPU_HEADS:

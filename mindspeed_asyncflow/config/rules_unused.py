@@ -75,8 +75,12 @@ def _intake(c: Config) -> Iterator[Raw]:
 
 
 def _ascend(c: Config) -> Iterator[Raw]:
+    on_cpus = ("run.platform", "the run is on CPUs")
     names = tuple(type(c.rollout.ascend).model_fields)
     if c.rollout.engine != "vllm":
         yield from _changed("rollout.ascend", c.rollout.ascend, names, ("rollout.engine", f"it is {c.rollout.engine}"))
     elif c.run.platform == "cpu":
-        yield from _changed("rollout.ascend", c.rollout.ascend, names, ("run.platform", "platform is cpu"))
+        yield from _changed("rollout.ascend", c.rollout.ascend, names, on_cpus)
+    if c.run.platform == "cpu":
+        names = ("hccl_ports", "hccl_port_range", "trainer_expandable_segments", "rollout_expandable_segments")
+        yield from _changed("placement", c.placement, names, on_cpus)

@@ -105,3 +105,15 @@ def test_the_trainers_own_variable_sets_its_buffers_and_not_the_replicas():
     (wrong,) = found("abc")
     assert wrong.keys == ("placement.trainer_env",) and "HCCL_BUFFSIZE='abc'" in wrong.message
     assert found("100") == []
+
+
+def test_a_large_reference_policy_on_host_cpus_is_warned_of_with_its_time():
+    def warned(text, *overrides):
+        config = parse_config(text, overrides)
+        machine = assume(8, config.cluster, probe())
+        found = preflight.inspect(config, machine)
+        return [f.message for f in found if (f.level, f.keys) == ("warning", ("algorithm.kl_coef",))]
+
+    (said,) = warned(SIZED, "algorithm.kl_coef=0.001")
+    assert "7.1 billion weights for each token" in said and "about 42 minutes a step" in said  # 2 x 7.07e9 x 179,883
+    assert warned(SIZED) == warned("run: {platform: npu}", "algorithm.kl_coef=0.001", "model.dtype=bfloat16") == []
