@@ -27,7 +27,7 @@ folder=${ASYNCFLOW_MINDSPEED_DIR:-$root/.cache/mindspeed}
 python=${1:-python3}
 
 "$python" -c 'import torch, torch_npu' || {
-    echo "$python has no torch_npu; install it first: $python -m pip install -e '$root[npu-train]'" >&2
+    echo "$python has no torch_npu; install it first: $python -m pip install -e '${root}[npu-train]'" >&2
     exit 2
 }
 torch=$("$python" -c 'import torch; print(torch.__version__.split("+")[0])')

@@ -39,7 +39,7 @@ names=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || {
     echo "Slurm's commands must be in PATH on the nodes of the job, scontrol and srun" >&2
     exit 2
 }
-sed "s/\$/${ASYNCFLOW_SLOTS:+ slots=$ASYNCFLOW_SLOTS}/" <<<"$names" >"$hosts"
+while read -r name; do echo "$name${ASYNCFLOW_SLOTS:+ slots=$ASYNCFLOW_SLOTS}"; done <<<"$names" >"$hosts"
 
 # A step for each node beside the batch step, with all of its CPUs and memory; the agent comes as the last word.
 launcher="srun --overlap --nodes=1 --ntasks=1 --nodelist={host} --cpus-per-task=${SLURM_CPUS_ON_NODE:-1} --mem=0"
