@@ -57,8 +57,8 @@ def _reference(config: Config, work: Work) -> Iterator[Finding]:
     weights = sum(work.layer_active) + work.vocabulary
     seconds = 2 * weights * Workload.of(config).step_tokens / HOST_OPERATIONS_PER_S
     if config.algorithm.kl_coef > 0 and seconds > SLOW_REFERENCE_S:
-        text = f"the reference policy is computed on host CPUs: {weights / 1e9:.1f} billion weights for each token take "
-        rate = f"about {seconds / 60:.0f} minutes a step at {HOST_OPERATIONS_PER_S:.0e} operations a second"
+        text = f"the reference policy is computed on host CPUs: {weights / 1e9:.1f} billion weights for each token "
+        rate = f"take about {seconds / 60:.0f} minutes a step at {HOST_OPERATIONS_PER_S:.0e} operations a second"
         yield Finding("warning", ("algorithm.kl_coef",), f"{text}{rate}; 0 is without it")
 
 
