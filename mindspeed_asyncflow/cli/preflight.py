@@ -104,7 +104,7 @@ def inspect(config: Config, machine: Machine | None = None, node: ascend.Node | 
         found += devices.communicator_findings(config, environ)
         found += ascend.variable_findings(config, environ)
     elif pythons(config):
-        found += environments.findings(config, environments.look(config))
+        found += environments.findings_on_cpus(config)
     if machine.assumed:
         found = list(_elsewhere(config, found))
     elif machine.nodes > 1:

@@ -19,9 +19,13 @@ class PlacementConfig(Section):
         None, description="Python of rollout replicas, on every node; torch may be another one than the trainer's."
     )
     trainer_env: dict[str, str] = Field(
-        default_factory=dict, description="Environment variables of trainer, critic and reference processes."
+        default_factory=dict,
+        description="Environment variables of trainer, critic and reference processes; those that the program sets "
+        "itself are refused.",
     )
-    rollout_env: dict[str, str] = Field(default_factory=dict, description="Environment variables of rollout replicas.")
+    rollout_env: dict[str, str] = Field(
+        default_factory=dict, description="Environment variables of rollout replicas, with the same exception."
+    )
     hccl_ports: Literal["ranges", "base_port", "auto"] = Field(
         "ranges",
         description="How HCCL finds ports (NPU only). ranges: every group of processes has its own; base_port: their "

