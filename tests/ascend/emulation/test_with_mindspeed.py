@@ -22,15 +22,15 @@ def models(tmp_path_factory):
     return {kind: str(folder) for kind, folder in found.items()}
 
 
-def near(a, b, tolerance=1e-5):
-    """Losses and norms relative to the largest, weights as they are."""
+def near(a, b, tolerance=1e-5, rounding=0.0):
+    """Losses and norms relative to the largest, weights as they are but for `rounding`, a share of each."""
     for name in ("losses", "norms"):
         top = max(map(abs, a[name]))
         assert max(abs(x - y) for x, y in zip(a[name], b[name])) < tolerance * top, name
     assert a["weights"].keys() == b["weights"].keys()
     for name, weight in a["weights"].items():
         # where a gradient is almost 0, Adam's step has the size of the rate and a sign by chance
-        assert max(abs(x - y) for x, y in zip(weight, b["weights"][name])) < 1e-4, name
+        assert all(abs(x - y) < 1e-4 + rounding * abs(x) for x, y in zip(weight, b["weights"][name])), name
 
 
 CASES = [
@@ -73,7 +73,7 @@ def test_a_checkpoint_of_one_platform_goes_on_on_the_other(models, tmp_path, siz
     run_ranks(tmp_path / "one", {**job, "steps": 2, "save": saved}, emulated=first == "npu")
     here = run_ranks(tmp_path / "two", {**job, "steps": 1, "load": saved}, emulated=first == "npu")
     there = run_ranks(tmp_path / "three", {**job, "steps": 1, "load": saved}, emulated=first != "npu")
-    near(here, there, 1e-5 if dtype == "float32" else 2e-2)
+    near(here, there, *((1e-5,) if dtype == "float32" else (2e-2, 2**-7)))  # one unit in the last place of bfloat16
 
 
 @pytest.mark.parametrize(
