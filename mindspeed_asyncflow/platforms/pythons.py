@@ -98,12 +98,12 @@ def check_together(own: Environment, others: Mapping[str, Environment], where: s
     between processes depends on it.
     """
     for key, there in others.items():
-        if there.missing:
-            raise PlatformError(f"{key}{where}: {', '.join(there.missing)} cannot be imported there: install it")
         for name, mine, its in (
             ("Python", own.python.rsplit(".", 1)[0], there.python.rsplit(".", 1)[0]),
             ("Ray", own.versions.get("ray", ""), there.versions.get("ray", "")),
         ):
+            if name == "Ray" and there.missing:  # first the Python itself: installing into a wrong one is for nothing
+                raise PlatformError(f"{key}{where}: {', '.join(there.missing)} cannot be imported there: install it")
             if mine != its:
                 raise PlatformError(
                     f"{key}{where} has {name} {its or '(none)'}, the run itself has {name} {mine or '(none)'}: Ray "

@@ -68,6 +68,7 @@ def test_another_torch_and_another_patch_release_of_python_are_welcome():
         (Environment("3.10.13", {"ray": "2.60.0"}), r"has Python 3\.10, the run itself has Python 3\.11"),
         (Environment("3.11.7", {"ray": "2.59.1"}), r"has Ray 2\.59\.1, the run itself has Ray 2\.60\.0"),
         (Environment("3.11.7", {}, ("ray", "pydantic")), "ray, pydantic cannot be imported there"),
+        (Environment("3.10.13", {}, ("ray", "pydantic")), r"has Python 3\.10"),  # what lacks there is no matter yet
     ],
 )
 def test_what_cannot_work_together_is_refused_with_setting_node_and_both_versions(there, said):
