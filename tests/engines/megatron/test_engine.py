@@ -148,7 +148,7 @@ def test_gradient_does_not_depend_on_the_cut(groups, models):
     ):
         for other in found[1:]:
             worst = max(distance(other[n], g) for n, g in found[0].items())
-            assert worst < 4e-6  # rounding of fp32 products, up to 1.6e-6 on processors tried; a wrong share is 1e-2
+            assert worst < 4e-6  # rounding of fp32 products: up to 1.6e-6 on the processors tried
 
 
 def test_logprobs_do_not_depend_on_the_cut(groups, models):
