@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -208,10 +209,9 @@ def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(tmp_path
 
 
 def pid_of(job, worker):
-    for line in (job.folder / "log.txt").read_text().splitlines():
-        if f"{worker}0 is process" in line:
-            return int(line.rsplit(" ", 1)[1])
-    raise AssertionError(f"no process id of {worker}0 in the log")
+    found = re.search(rf"{worker}0 is process (\d+)", (job.folder / "log.txt").read_text())
+    assert found, f"no process id of {worker}0 in the log"
+    return int(found[1])
 
 
 def loaded_through_mirror(job):
