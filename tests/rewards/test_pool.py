@@ -13,6 +13,7 @@ from mindspeed_asyncflow.config.schema import DataConfig, RewardConfig
 from mindspeed_asyncflow.errors import RewardError
 from mindspeed_asyncflow.rewards.base import Answer
 from mindspeed_asyncflow.rewards.pool import Score, ScorerPool
+from mindspeed_asyncflow.rewards.process import ScorerProcess
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = DataConfig(task="python:tests.rewards.hostile_tasks:Hostile")
@@ -45,33 +46,38 @@ def alive(pid):
         return False
 
 
-def test_scores_come_back_in_order_and_256_of_them_cost_little():
+def test_256_scores_come_back_in_order_and_take_few_messages(monkeypatch):
     with_sort = make_pool(workers=1, data=DataConfig())
+    messages = []
+    give = ScorerProcess.give
+    monkeypatch.setattr(ScorerProcess, "give", lambda process, *args: (messages.append(args), give(process, *args)))
     try:
         texts = [f"{i:04d}" for i in range(256)]
         truths = [text if i % 3 else "x" for i, text in enumerate(texts)]
-        times = []
-        for _ in range(5):
-            began = time.perf_counter()
-            scores = with_sort.score([Answer(*each) for each in zip(texts, truths, [i % 2 == 0 for i in range(256)])])
-            times.append(time.perf_counter() - began)
+        scores = with_sort.score([Answer(*each) for each in zip(texts, truths, [i % 2 == 0 for i in range(256)])])
         assert [s.value for s in scores] == [float(i % 3 != 0 and i % 2 == 0) for i in range(256)]
-        assert min(times) < 0.5  # about 0.002 on a quiet machine
+        assert len(messages) <= 4
     finally:
         with_sort.close()
 
 
 @pytest.mark.parametrize("hang", ["sleep", "regex"])
-def test_an_endless_answer_is_ended_named_and_holds_up_nobody(pool, hang):
+def test_endless_answers_are_ended_named_and_waited_for_side_by_side(pool, hang, monkeypatch):
     """B36"""
+    waits = []
+    replace = pool._replace
+    monkeypatch.setattr(
+        pool, "_replace", lambda process: (waits.append((process.since, time.monotonic())), replace(process))
+    )
     for _ in range(2):
-        began = time.perf_counter()
+        waits.clear()
         texts = ["fine"] * 16
         texts[3] = texts[5] = hang
         scores = score(pool, *texts)
-        assert time.perf_counter() - began < 5.0  # their time-out is 0.5 s; the rest is for a busy machine
         assert [i for i, s in enumerate(scores) if s.value is None] == [3, 5]
         assert "0.5 s" in scores[3].error and "reward.timeout_s" in scores[3].error
+        (_, first_end), (second_start, _) = waits
+        assert second_start < first_end
     assert pool.counts["timed_out"] == 4 and pool.counts["scored"] == 28
     assert len([pid for pid in pids(pool) if alive(pid)]) == 2
 

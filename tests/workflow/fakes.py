@@ -157,13 +157,18 @@ class FakeTrain:
 
 
 class SlowRelay(RelayWriter):
-    """A relay that reads the weights `delay_s` after it was asked to write them."""
+    """A relay that reads the weights `delay_s` after it was asked to write them; `changed` if they changed by then."""
 
     delay_s = 0.0
+    changed = 0
 
     def publish(self, version, tensors):
+        boxes = list(tensors)
+        asked = [tensor.clone() for *_, tensor in boxes]
         time.sleep(self.delay_s)
-        return super().publish(version, tensors)
+        checksums = super().publish(version, boxes)
+        self.changed += not all(torch.equal(before, tensor) for before, (*_, tensor) in zip(asked, boxes))
+        return checksums
 
 
 class FakePool:
@@ -225,6 +230,7 @@ class Outcome:
     rollouts: list[FakeRollout]
     dock_used_bytes: int
     saved: list[int] = field(default_factory=list)
+    changed_while_written: int = 0  # versions
 
 
 def prompts_of(count: int, batch: int, epochs: int = 1000, drop_last: bool = True):
@@ -390,4 +396,4 @@ def run_loops(
     with stack:
         run = asyncio.run(main())
         used = client().stats()["used_bytes"]
-    return Outcome(run, recorder, train, rollouts, used, outcome_saved)
+    return Outcome(run, recorder, train, rollouts, used, outcome_saved, relay.changed)

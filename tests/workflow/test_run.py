@@ -90,11 +90,11 @@ def metrics_of(folder):
 
 
 def test_weights_never_change_while_they_are_written(tmp_path):
-    """The optimizer of a quick step waits for a slow relay; a replica that read half of two versions would say so."""
+    """The optimizer of a quick step waits for a slow relay."""
     train = FakeTrain(weights=200_000)
     out = run_loops(config(steps=5, max_lag=3), tmp_path, prompts_of(100, 4), train=train, publish_s=0.03)
     assert out.run.window.published == 5
-    assert sum(row["weight_sync/publish_exposed_s"] for row in metrics_of(tmp_path)) > 0.003
+    assert out.changed_while_written == 0
 
 
 def test_in_flight_answers_go_on_with_new_weights_and_count_their_oldest_token(tmp_path):
