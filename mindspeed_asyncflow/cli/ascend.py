@@ -16,6 +16,7 @@ from mindspeed_asyncflow.config.rules_placement import OF_VLLM
 from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.platforms import cann, matrix, npu_smi, ports
 from mindspeed_asyncflow.platforms.allocator import allocator_environment
+from mindspeed_asyncflow.platforms.connectivity import hccl_groups
 from mindspeed_asyncflow.platforms.devices import VISIBLE_ENV as VISIBLE
 from mindspeed_asyncflow.platforms.devices import visible_ids
 from mindspeed_asyncflow.platforms.pythons import pythons
@@ -162,7 +163,7 @@ def _ports(config: Config, machine: Machine, node: Node | None) -> Iterator[Find
 
 
 def lines(config: Config, node: Node | None) -> Iterator[str]:
-    """What was seen, and the ports."""
+    """What was seen, the groups of devices that talk to each other, and the ports."""
     if node is None:
         yield "software and devices: assumed to be right, nothing was looked at"
     else:
@@ -171,8 +172,11 @@ def lines(config: Config, node: Node | None) -> Iterator[str]:
             yield f"{side}: {node.environments[side]}"
         if isinstance(node.devices, npu_smi.Report):
             yield from _chips(node.devices)
+    per_node = config.cluster.device.devices_per_node
+    connected = [f"HCCL {group}" for group in hccl_groups(config, per_node)]
+    yield from connected or ["HCCL groups: none, every rank is alone"]
     try:
-        groups = ports.plan_ports(config, config.cluster.device.devices_per_node).groups()
+        groups = ports.plan_ports(config, per_node).groups()
     except PlatformError:  # a finding says why
         return
     shown = {name: f"{wanted.start}-{wanted.stop - 1}" for name, wanted in groups.items()}

@@ -15,6 +15,8 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUCKET = "weights", "gradients", "op
 CACHE = "kv cache"
 MIB = 1 << 20
 
+_WIDENED = 1 << 25  # logits that platforms/vocabulary_torch.py widens at once on a device
+
 
 def usable_bytes(config: Config) -> float:
     """What a device has for us."""
@@ -78,8 +80,9 @@ def _activations(config: Config, work: Work, rank: int, layers: int) -> float:
     held: float = tokens * layers * ahead * (kept if t.recompute else layer)
     if t.recompute:
         held += tokens * layer
-    if rank == t.pipeline_parallel - 1:  # logits and their gradient in float32
-        held += tokens * 2 * 4 * shape.vocab / tensor
+    if rank == t.pipeline_parallel - 1:  # logits and their gradient, and the part of them that is float32 at a time
+        logits = tokens * shape.vocab / tensor
+        held += logits * 2 * width + min(logits, _WIDENED) * 2 * 4
     return held
 
 

@@ -98,7 +98,7 @@ class PortPlan:
     """Which ports the processes of a run use on an NPU node. No two groups share one, whatever node they are on."""
 
     trainer: HcclPorts  # trainer ranks, with replicas that live in their processes
-    critic: HcclPorts
+    critic: HcclPorts  # none without a critic
     replicas: tuple[HcclPorts, ...]  # by index; the last ones are those on trainers' devices
     engines: tuple[range, ...]  # TCP ports of the replicas' own processes, by index; none where HCCL chooses too
     relay: range | None  # TCP ports where weights are served to other nodes; None: any free one
@@ -143,6 +143,8 @@ def plan_ports(config: Config, devices_per_node: int = HCCL_BASE_PORTS) -> PortP
         return range(at - ports, at)
 
     def group(processes: int) -> HcclPorts:
+        if not processes:
+            return HcclPorts(None, None)
         host = cut(max(HCCL_BASE_PORTS, devices_per_node, 2 * min(processes, devices_per_node)))
         return HcclPorts(host, cut(_DEVICE_PORTS) if how == "ranges" else None)
 

@@ -214,6 +214,9 @@ def test_devices_that_look_alike_are_shown_in_one_line():
     assert "16 x Ascend910 of 65536 MiB, health OK: devices 0, 1, 2" in shown
     assert "CANN 9.1.0, driver 25.5.2" in shown and "trainer: Python 3.11.9, torch 2.7.1" in shown
     assert "relay ports: 20000-20007" in shown
+    assert "HCCL groups: none" in shown
+    pair = list(ascend.lines(config_of("trainer.tensor_parallel=2"), None))
+    assert "HCCL trainer tensor: 1 x 2 devices inside a node, HCCS" in pair
     many = list(ascend.lines(config_of("rollout.replicas=64"), None))
     assert many[0].startswith("software and devices: assumed") and "more ranges up to" in many[-1]
 

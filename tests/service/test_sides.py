@@ -30,7 +30,7 @@ def test_without_npus_only_the_variables_of_the_settings_are_given():
 
 def test_on_npus_no_two_groups_are_told_the_same_port():
     """B92: two engines on one node"""
-    found = sides("rollout.replicas=3")
+    found = sides("rollout.replicas=3", "algorithm.advantage=gae")
     told = [found.trainer(), found.critic(), *(found.replica(i) for i in range(3))]
     for name in ("HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"):
         assert len({one["environment"][name] for one in told}) == 5, name

@@ -8,6 +8,7 @@ from mindspeed_asyncflow.config import parse_config
 from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.platforms.ports import kernel_ports, overlap, plan_ports, port_warnings
 
+CRITIC = "algorithm.advantage=gae"
 LISTS = ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
 
 
@@ -54,7 +55,7 @@ def test_no_port_is_given_to_two_groups_and_none_lies_outside(ranks, replicas, s
 
 
 def test_what_processes_are_told_is_disjoint_and_starts_at_their_base_port():
-    plan = plan_ports(config("rollout.replicas=3", "rollout.tensor_parallel=2"))
+    plan = plan_ports(config("rollout.replicas=3", "rollout.tensor_parallel=2", CRITIC))
     told = [group.environment() for group in (plan.trainer, plan.critic, *plan.replicas)]
     for environment in told:
         base = int(environment["HCCL_IF_BASE_PORT"])
@@ -62,6 +63,11 @@ def test_what_processes_are_told_is_disjoint_and_starts_at_their_base_port():
         assert set(range(base, base + 16)) <= set(bounds(environment[LISTS[0]])) and base <= 65520
     named = [bounds(environment[key]) for environment in told for key in LISTS] + [plan.relay]
     assert not [(a, b) for i, a in enumerate(named) for b in named[:i] if set(a) & set(b)]
+
+
+def test_a_run_without_a_critic_keeps_no_ports_for_one():
+    assert not [name for name in plan_ports(config()).groups() if name.startswith("critic")]
+    assert [name for name in plan_ports(config(CRITIC)).groups() if name.startswith("critic")]
 
 
 def test_two_runs_with_ranges_of_their_own_share_no_port():
@@ -95,7 +101,7 @@ def test_replicas_in_the_trainers_process_have_its_ports():
         (["placement.hccl_port_range=[500, 9000]"], "between 1024 and 65535"),
         (["placement.hccl_port_range=[9000, 8000]"], "the smaller one first"),
         (["placement.hccl_port_range=[60000, 70000]"], r"\[60000, 70000\].*65535"),
-        (["placement.hccl_port_range=[20000, 20099]", "rollout.replicas=2"], "has 100 ports, 168 are needed.*widen"),
+        (["placement.hccl_port_range=[20000, 20099]", "rollout.replicas=2"], "has 100 ports, 136 are needed.*widen"),
         (["dock.port=20010", "dock.pairs=4"], "20010-20013.*dock.port"),
         (["placement.hccl_ports=base_port", "workflow.lend=true"], "base_port with 1 replicas.*workflow.lend"),
     ],
