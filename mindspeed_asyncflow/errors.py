@@ -63,9 +63,17 @@ class WorkerLost(AsyncFlowError):
     """A process of the run died; the message names it and its last words."""
 
 
+class WorkerReplaced(WorkerLost):
+    """A process died during a call, and another one has its place: what it was asked can be asked again."""
+
+
 class MetricError(AsyncFlowError):
     """A metric name is not in the table, its parts do not fit, or a summary does not add up."""
 
 
 class RecordError(AsyncFlowError):
     """What a run recorded for `asyncflow replay` is missing, torn, or does not fit the run."""
+
+
+class CheckpointError(AsyncFlowError):
+    """A checkpoint cannot be written, is not whole, is damaged, or does not fit the run."""
