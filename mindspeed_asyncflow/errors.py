@@ -77,3 +77,7 @@ class RecordError(AsyncFlowError):
 
 class CheckpointError(AsyncFlowError):
     """A checkpoint cannot be written, is not whole, is damaged, or does not fit the run."""
+
+
+class LedgerError(AsyncFlowError):
+    """The ledger of a run is missing, damaged, or cannot be written."""
