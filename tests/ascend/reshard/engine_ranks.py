@@ -16,6 +16,7 @@ from mindspeed_asyncflow.platforms.memory import DeviceMemory, HostPool
 from mindspeed_asyncflow.reshard.in_place import InPlace
 from mindspeed_asyncflow.reshard.rollout_layout import rollout_layout
 from mindspeed_asyncflow.reshard.train_layout import train_layout
+from tests.ascend.reshard.stand_in import noted
 from tests.engines.bench import MAX_LEN, ask, prompt
 from tests.reshard.ranks import World
 from tests.reshard.stand_ins import StandInTrainer
@@ -43,23 +44,25 @@ def turns(world: World, name: str, folder: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(rank)
     shards = {p.name: torch.randn(p.shape, generator=generator) * 0.1 for p in source.ranks[rank]}
     trainer = StandInTrainer(memory, source, shards, torch.float32)
-    both = InPlace(
-        trainer, engine, rollout_layout(model, RolloutParallel(replicas=world.count)), rank=rank, memory=memory,
-        pool=HostPool(platform), bucket_bytes=1 << 16, timeout_s=TIMEOUT_S,
-    )  # fmt: skip
     seen: dict[str, Any] = {"device": str(trainer.weights.device), "turns": [], "census": []}
-    for version in range(3):
-        report = both.to_generation(version)
-        requests = [ask(f"r{i}", prompt(*range(3 + 4 * i)), 6, seed=i) for i in range(2)]
-        answers = sorted(engine.generate(requests, TIMEOUT_S), key=lambda answer: answer.request_id)
-        back = both.to_training()
-        seen["turns"].append({
-            "fingerprint": report.fingerprint, "generating": report.usage_after, "training": back.usage_after,
-            "tokens": [answer.token_ids.tolist() for answer in answers],
-            "logprobs": [answer.logprobs.tolist() for answer in answers],
-            "weights": float(trainer.weights.double().sum()), "sent": report.transfer and report.transfer.sent_bytes,
-        })  # fmt: skip
-        seen["census"].append(memory.census())
-        trainer.weights.mul_(1.05)  # an optimizer step
+    with noted(platform) as calls:
+        both = InPlace(
+            trainer, engine, rollout_layout(model, RolloutParallel(replicas=world.count)), rank=rank, memory=memory,
+            pool=HostPool(platform), bucket_bytes=1 << 16, timeout_s=TIMEOUT_S,
+        )  # fmt: skip
+        for version in range(3):
+            report = both.to_generation(version)
+            requests = [ask(f"r{i}", prompt(*range(3 + 4 * i)), 6, seed=i) for i in range(2)]
+            answers = sorted(engine.generate(requests, TIMEOUT_S), key=lambda answer: answer.request_id)
+            back = both.to_training()
+            seen["turns"].append({
+                "fingerprint": report.fingerprint, "generating": report.usage_after, "training": back.usage_after,
+                "tokens": [answer.token_ids.tolist() for answer in answers],
+                "logprobs": [answer.logprobs.tolist() for answer in answers],
+                "weights": float(trainer.weights.double().sum()), "sent": report.transfer and report.transfer.sent_bytes,
+            })  # fmt: skip
+            seen["census"].append(memory.census())
+            trainer.weights.mul_(1.05)  # an optimizer step
+    seen["calls"] = calls.by_thread
     engine.close()
     return seen

@@ -268,6 +268,32 @@ def machine(name: str) -> Iterator[tuple[Platform, Calls]]:
         sys.modules.pop("torch_npu", None)
 
 
+@contextmanager
+def noted(platform: Platform) -> Iterator[Calls]:
+    """What this process calls of its device and of its groups, whatever the platform; nothing is changed."""
+    patches, calls = _Patches(), Calls()
+    _note_collectives(patches, calls, None)
+
+    def note(owner: Any, name: str, kind: str, size: Callable[..., int]) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **how: Any) -> Any:
+            if kind != "copy" or how.get("non_blocking"):
+                calls.note(kind, size(*args))
+            return real(*args, **how)
+
+        patches.set(owner, name, call)
+
+    note(platform, "release_storage", "release", lambda storage: storage.nbytes())
+    note(platform, "restore_storage", "restore", lambda storage, nbytes: nbytes)
+    note(platform, "pinned", "pin", lambda nbytes: nbytes)
+    note(torch.Tensor, "copy_", "copy", lambda target, *_: target.nbytes)
+    try:
+        yield calls
+    finally:
+        patches.undo()
+
+
 def seconds_of(action: Callable[[], object]) -> tuple[float, BaseException | None]:
     """How long it took, and what it raised."""
     began = time.monotonic()

@@ -19,6 +19,9 @@ def test_an_npu_serves_what_its_trainer_has_and_answers_as_a_cpu_does(tmp_path):
     for there, here in zip(on_npu, on_cpu):
         assert (there["device"], here["device"]) == ("npu:0", "cpu")
         assert there["turns"] == here["turns"]
+        assert there["calls"] == here["calls"]
+        kinds = {call[0] for calls in here["calls"].values() for call in calls}
+        assert kinds == {"new_group", "batch", "release", "restore", "pin", "copy", "all_reduce"}
         for turn, census in zip(there["turns"], there["census"]):
             assert turn["sent"] > 0
             assert not any(turn["generating"][kind] for kind in TRAIN) and turn["generating"]["generation weights"]
