@@ -59,7 +59,8 @@ def turns(world: World, name: str, folder: str) -> dict[str, Any]:
                 "fingerprint": report.fingerprint, "generating": report.usage_after, "training": back.usage_after,
                 "tokens": [answer.token_ids.tolist() for answer in answers],
                 "logprobs": [answer.logprobs.tolist() for answer in answers],
-                "weights": float(trainer.weights.double().sum()), "sent": report.transfer and report.transfer.sent_bytes,
+                "weights": float(trainer.weights.double().sum()),
+                "sent": report.transfer and report.transfer.sent_bytes,
             })  # fmt: skip
             seen["census"].append(memory.census())
             trainer.weights.mul_(1.05)  # an optimizer step
