@@ -1,0 +1,288 @@
+"""How the processes of a run start, what connects them, and replicas that come and go.
+
+replicas                     processes                                    start
+with devices of their own    one each                                     beside everything else; late ones join
+on the trainers' devices     one each, near the ranks that it belongs to  first, and asleep before trainers start
+in place                     that of the trainer rank                     the same
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mindspeed_asyncflow.config.feasibility import in_place, needed_replicas, own_replicas, sharing_replicas
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.data.prompts import PromptSet
+from mindspeed_asyncflow.data.stream import PromptStream
+from mindspeed_asyncflow.data.tokenizers import stop_token_ids
+from mindspeed_asyncflow.dock.client import DockClient
+from mindspeed_asyncflow.errors import WorkerLost
+from mindspeed_asyncflow.observe.log import get_logger
+from mindspeed_asyncflow.observe.run_folder import RunFolder
+from mindspeed_asyncflow.observe.writers import EvaluationsWriter
+from mindspeed_asyncflow.platforms.devices import VISIBLE_ENV, visible_to
+from mindspeed_asyncflow.service import wiring
+from mindspeed_asyncflow.service.actors import BESIDE, Part, Remote
+from mindspeed_asyncflow.service.assignment import assign, rank_topology
+from mindspeed_asyncflow.service.mirrors import Mirrors
+from mindspeed_asyncflow.service.placement import nodes
+from mindspeed_asyncflow.service.relays import plan_relays
+from mindspeed_asyncflow.service.replicas import Replicas
+from mindspeed_asyncflow.service.workers import Workers
+from mindspeed_asyncflow.workflow.answering import GRACE_S
+from mindspeed_asyncflow.workflow.dock_port import ThreadDock
+from mindspeed_asyncflow.workflow.evaluating import Evaluation
+from mindspeed_asyncflow.workflow.events import NoEvents
+from mindspeed_asyncflow.workflow.recorder import StepRecorder
+from mindspeed_asyncflow.workflow.run import Run
+from mindspeed_asyncflow.workflow.turns import NoTurns, Turns
+from mindspeed_asyncflow.workflow.weight_sync import WeightSync
+from mindspeed_asyncflow.workflow.workers import Question
+
+PARTITION = "train"
+CALLS_BESIDE_ANSWERS = 5  # of one replica at a time: load, fetch, stop, count, evaluation
+
+
+class Starting(Workers):
+    """Base of `Session`: from nothing to processes that are connected."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        model_folder: str,
+        tokenizer: Any,
+        prompts: PromptSet,
+        recorder: StepRecorder,
+    ) -> None:
+        super().__init__(config, folder)
+        self.model_folder = model_folder
+        self.stop_ids = stop_token_ids(model_folder, tokenizer)
+        self.prompts, self.recorder = prompts, recorder
+        self.stream = PromptStream(
+            prompts, config.run.seed, config.data.epochs, config.data.drop_last, config.workflow.groups_per_step
+        )
+        self.events = NoEvents()
+        self.in_place = in_place(config)
+        self.trainers: list[Any] = []
+        self.sharing: dict[int, Any] = {}  # replicas on devices of trainer ranks, by index
+        self.turns: Turns = NoTurns()
+        self.dock: ThreadDock | None = None
+        self.run: Run | None = None
+        self.evaluation: Evaluation | None = None  # as soon as workers are connected
+        self._probe: list[tuple[np.ndarray, np.ndarray]] | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._watching: list[asyncio.Task[None]] = []
+
+    async def start(self, say: Callable[[str], None]) -> None:
+        """Start every worker; an error names the ones that did not come up."""
+        config, secret = self.config, secrets.token_bytes(16)
+        self.home = assign(config, nodes())
+        say("starting dock")
+        threads = config.workflow.lanes + CALLS_BESIDE_ANSWERS
+        pairs = [self.spawn(f"dock{i}") for i in range(config.dock.pairs)]
+        ranks = self.spawn_trainers(beside=threads if self.in_place else 0)
+        own = {
+            i: self.spawn_replica(i, config.rollout.tensor_parallel, concurrency=threads)
+            for i in range(own_replicas(config))
+        }
+        self.references = [self.spawn("reference0", **self.sides.reference())] if config.algorithm.kl_coef > 0 else []
+        self.critics = self.spawn_critics()
+        self.scorer = self.spawn("scorer", concurrency=2)
+        limit_s = config.workflow.start_timeout_s
+        heartbeat_s = config.faults.heartbeat_s
+        self.replicas = Replicas(own, needed_replicas(config), limit_s, self._build_replica, heartbeat_s)
+        self.replicas.lost = self._lost
+        all_placed = await self.replicas.find()
+        fixed = [*pairs, *ranks, *self.critics, *self.references, self.scorer]
+        known = {own[i].name: place for i, place in self.replicas.places.items()}
+        await self.find_places(fixed, known, all_there=all_placed)
+        addresses = await self.start_dock(pairs, secret)
+        claimers = (config.rollout.replicas + sharing_replicas(config)) * config.workflow.lanes + 5
+        self.dock = ThreadDock(DockClient(addresses, secret, config.dock.wait_s), PARTITION, claimers)
+        self.spec = wiring.WorkerSpec(
+            config, self.model_folder, self.stop_ids, addresses, secret,
+            str(self.folder.trace), str(self.folder.log), str(self.folder.events),
+        )  # fmt: skip
+        say(self._who_starts())
+        await self._start_workers(ranks, threads)
+        await self._connect()
+
+    def _who_starts(self) -> str:
+        config = self.config
+        critics = f"{config.critic_size} critic rank(s), " if config.critic_size else ""
+        lent = f" and {sharing_replicas(config)} on lent devices" if config.workflow.lend else ""
+        return (
+            f"starting {config.trainer.world_size} trainer rank(s), {critics}"
+            f"{config.rollout.replicas} rollout replica(s){lent} ({config.rollout.engine}), scorer"
+        )
+
+    async def _start_workers(self, ranks: Sequence[Remote], threads: int) -> None:
+        """Replicas on trainers' devices before the trainers, everything else at the same time."""
+        config, spec = self.config, self.spec
+        self.relays = plan_relays([self.places[r.name] for r in ranks], always_mirror=config.workflow.relay == "mirror")
+        self.replicas.start()
+        others = {r.name: r.build(wiring.build_reference, spec, i) for i, r in enumerate(self.references)}
+        others["scorer"] = self.scorer.build(wiring.build_scorer, spec)
+        critics = self.start_critics(self.critics, spec)
+        await asyncio.gather(self.in_time(others), self._start_ranks(ranks, threads), critics, self.replicas.enough())
+
+    async def _start_ranks(self, ranks: Sequence[Remote], threads: int) -> None:
+        spec = self.spec
+        if self.in_place:
+            self.sharing = {i: Part(r, "rollout", f"rollout{i}", BESIDE) for i, r in enumerate(ranks)}
+            self.trainers = [Part(r, "trainer", r.name, aside=("published",)) for r in ranks]
+            master = await self.rendezvous(ranks[0])
+            await self.in_time({r.name: r.build(wiring.OneProcess, spec, i) for i, r in enumerate(ranks)})
+            await self._put_to_rest()
+            topology = rank_topology(nodes(), [self.places[r.name].node for r in ranks])
+            await self.in_time({r.name: r.add_trainer(master, topology) for r in ranks})
+            return
+        self.trainers = list(ranks)
+        first = own_replicas(self.config)
+        for index in range(first, first + sharing_replicas(self.config)):
+            self.sharing[index] = await self._spawn_beside(index, ranks, index - first, threads)
+        await self.in_time({r.name: r.build(wiring.build_rollout, spec, i, True) for i, r in self.sharing.items()})
+        await self._put_to_rest()
+        await self.start_trainers(ranks, spec, self.relays.ranks, gives=bool(self.sharing))
+
+    async def _spawn_beside(self, index: int, ranks: Sequence[Remote], number: int, threads: int) -> Remote:
+        """A replica on the devices of its trainer ranks, which Ray counts for those only."""
+        size = self.config.rollout.tensor_parallel
+        beside = ranks[number * size : (number + 1) * size]
+        devices = [d for rank in beside for d in await self.within(rank.devices(), f"{rank.name} to name its device")]
+        started = self.sides.replica(index, sleeps=True)
+        if devices:
+            started["environment"] |= {VISIBLE_ENV: visible_to(devices)}
+        node = self.places[beside[0].name].node
+        worker = self.spawn(f"rollout{index}", concurrency=threads, node=node, **started)
+        self._watching.append(asyncio.ensure_future(self._watch(index, worker)))
+        return worker
+
+    async def _put_to_rest(self) -> None:
+        """Sharing replicas leave their devices to the trainers, after the first one has given the probe answers."""
+        if not self.sharing:
+            return
+        if not own_replicas(self.config):
+            self._probe = await self._choose_probe(next(iter(self.sharing.values())))
+        await self.in_time({f"rollout{i} (going to sleep)": w.rest() for i, w in self.sharing.items()})
+
+    async def _build_replica(self, index: int) -> None:
+        await self.replicas.remotes[index].build(wiring.build_rollout, self.spec, index)
+
+    async def _connect(self) -> None:
+        """Ways of weights from trainers to replicas, and turns where they share devices."""
+        config = self.config
+        table = await self.within(self.trainers[0].table(), "trainer0 to describe the relay")
+        self.rollouts: dict[int, Any] = {**self.replicas.up, **self.sharing}
+        self.mirrors = Mirrors(self.relays, config.workflow, self.rollouts, self._serve_relays)
+        if not self.in_place:
+            for index in sorted(self.rollouts):
+                await self.within(self.mirrors.need(index, self._replica_places()), f"rollout{index} to take a mirror")
+        total = own_replicas(config) + sharing_replicas(config)
+        self.sync = WeightSync(
+            [self.rollouts.get(i) for i in range(total)],
+            config.model.dtype,
+            self.relays.ranks[0].path,
+            table,
+            update=config.workflow.update,
+            keep=config.workflow.keep_versions,
+            mirrors=self.mirrors.all(),
+            busy=self.recorder.busy,
+            events=self.events,
+            patience_s=config.rollout.timeout_s + GRACE_S,
+            hangs=self._hangs,
+        )
+        self.mirrors.sync = self.sync
+        if self.sharing:
+            lend = config.workflow.lend
+            self.turns = Turns(self.trainers, self.sharing, interrupt=lend, emptied=self.sync.emptied)
+        self.evaluation = Evaluation(
+            config,
+            self.prompts.heldout,
+            self.sync,
+            self.turns,
+            self.scorer,
+            self.recorder,
+            EvaluationsWriter(self.folder),
+        )
+
+    def _replica_places(self) -> dict[int, Any]:
+        """Places of all replicas that are there or starting."""
+        first, size = own_replicas(self.config), self.config.rollout.tensor_parallel
+        beside = {i: self.places[f"trainer{(i - first) * size}"] for i in self.sharing}
+        return {**self.replicas.places, **beside}
+
+    async def _serve_relays(self, servers: Mapping[int, str], secret: bytes) -> Sequence[str]:
+        serving = asyncio.gather(
+            *(self.trainers[rank].serve(ip, secret, self.sides.relay()) for rank, ip in servers.items())
+        )
+        return await self.within(serving, "the trainer ranks to serve the relay")
+
+    async def _choose_probe(self, worker: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Answers of the starting policy to a few prompts: fixed for the run."""
+        count = self.config.workflow.probe_answers
+        if not count:
+            return []
+        chosen = (self.prompts.heldout or self.prompts.train)[:count]
+        asked = worker.answer([Question((-1, i), p.ids) for i, p in enumerate(chosen)], None, True)
+        answers = await self.within(asked, f"{worker.name} to answer the probe prompts")
+        return [(p.ids, a.token_ids) for p, a in zip(chosen, answers) if len(a.token_ids)]
+
+    # ---- replicas that come and go -----------------------------------------------------------------------------------
+
+    async def _join_late(self, index: int) -> None:
+        """A replica that is not up yet joins the run when it is; without it the run goes on."""
+        assert self.run is not None
+        try:
+            await self.replicas.later(index)
+            self.rollouts[index] = self.replicas.up[index]
+            await self.mirrors.need(index, self._replica_places())
+        except Exception as error:  # boundary: a warning, as long as the run has other replicas
+            self.rollouts.pop(index, None)
+            self.run.answering.failed_to_start(index, error)
+            return
+        self.run.join(index, self.rollouts[index])
+
+    def _lost(self, index: int, error: WorkerLost) -> None:
+        """The process of a replica is dead."""
+        self.rollouts.pop(index, None)
+        self.turns.forget(index)
+        parts = [self._replace_mirror(index)]
+        if self.run is not None:
+            parts.append(self.run.answering.lost(index, error))
+        elif self.evaluation is not None:
+            self.sync.retire(index)
+        for part in parts:
+            task = asyncio.ensure_future(part) if self.run is None else self.run.job.spawn(part)
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    async def _watch(self, index: int, remote: Remote) -> None:
+        """A replica on lent devices."""
+        try:
+            await remote.watch(self.config.faults.heartbeat_s)
+        except WorkerLost as error:
+            self._lost(index, error)
+
+    async def _replace_mirror(self, index: int) -> None:
+        for stranded in await self.mirrors.lost(index):
+            get_logger("service").warning("rollout%d leaves: no way to weights is left on its node", stranded)
+            self.rollouts.pop(stranded, None)
+            if self.run is not None:
+                await self.run.leave(stranded)
+
+    def _hangs(self, index: int, error: WorkerLost) -> None:
+        self._end(index)
+        self._lost(index, error)
+
+    def _end(self, index: int) -> None:
+        """End the process of a replica that hangs; one in a trainer's process cannot go alone."""
+        worker = self.rollouts.get(index)
+        if isinstance(worker, Remote):
+            worker.kill()
