@@ -27,16 +27,11 @@ class Prompt:
     fields: str = "{}"  # JSON object for scorers and environments: prompt, id, source, and the data's other columns
 
 
-def split_problems(problems: Sequence[Problem], heldout: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """(training, held-out) problems. No prompt text is in both; repeated texts stay in training only.
+def split_problems(problems: Sequence[Problem], heldout: int, seed: int) -> tuple[list[int], list[int]]:
+    """Indices of (training, held-out) problems. No prompt text is in both; repeated texts stay in training only.
 
     Depends on nothing but its arguments: whoever needs to stay away from the held-out prompts finds the same ones.
     """
-    training, apart = _split(problems, heldout, seed)
-    return [problems[index] for index in training], [problems[index] for index in apart]
-
-
-def _split(problems: Sequence[Problem], heldout: int, seed: int) -> tuple[list[int], list[int]]:
     order = np.random.default_rng([seed, 0]).permutation(len(problems))
     apart: dict[str, int] = {}
     for index in order:
@@ -71,7 +66,7 @@ def draw(sources: Sources, heldout: int, seed: int) -> Problems:
     first = len(sources.train)
     train = [each for each in made if each[0] < first]
     if not sources.validation:
-        kept, apart = _split([problem for _, _, problem in train], heldout, seed)
+        kept, apart = split_problems([problem for _, _, problem in train], heldout, seed)
         return Problems([train[index] for index in kept], [train[index] for index in apart], notes)
     validation = [each for each in made if each[0] >= first]
     asked = {problem.text for _, _, problem in validation}

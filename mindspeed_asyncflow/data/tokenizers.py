@@ -81,11 +81,6 @@ def _encodes(tokenizer: Any, text: str) -> bool:
     return True
 
 
-def encode_prompt(tokenizer: Any, prompt: str | Sequence[Message], chat: bool) -> np.ndarray:
-    """`encode_prompts` of one prompt."""
-    return encode_prompts(tokenizer, [prompt], chat)[0]
-
-
 def _render(tokenizer: Any, prompt: str | Sequence[Message]) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise DataError("the tokenizer has no chat template: set data.chat: false and give prompts as plain text")

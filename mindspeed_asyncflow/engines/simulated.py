@@ -63,10 +63,6 @@ class Timeline:
         self._times = np.concatenate([[0.0], np.cumsum(lengths)])  # [e], at which events happen
         self.end_s = self._times[ended]  # float64 [n]
 
-    @property
-    def total_s(self) -> float:
-        return float(self._times[-1])
-
     def steps_at(self, seconds: float) -> tuple[int, bool]:
         """Whole steps done after `seconds`; and whether prompts admitted at just that step are prefilled."""
         j = int(np.searchsorted(self._times, seconds, side="right")) - 1

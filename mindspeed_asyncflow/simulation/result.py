@@ -52,11 +52,6 @@ class SimulationResult:
         values["lag_histogram"] = {str(lag): rows for lag, rows in sorted(self.lag_histogram.items())}
         return values
 
-    def same_as(self, other: SimulationResult) -> bool:
-        """Equal in all that is simulated."""
-        ours, theirs = self.to_dict(), other.to_dict()
-        return all(ours[name] == theirs[name] for name in ours if name != "real_s")
-
 
 @dataclass(slots=True)
 class Mark:

@@ -8,7 +8,7 @@ from mindspeed_asyncflow.data.problem import Problem
 from mindspeed_asyncflow.data.prompts import PromptSet, split_problems
 from mindspeed_asyncflow.data.sources import Source, Sources, make_sources
 from mindspeed_asyncflow.data.stream import PromptStream
-from mindspeed_asyncflow.data.tokenizers import encode_prompt
+from mindspeed_asyncflow.data.tokenizers import encode_prompts
 from mindspeed_asyncflow.errors import DataError
 from tests.data.test_tokenizers import word_tokenizer
 
@@ -156,7 +156,7 @@ def test_long_prompts_are_dropped_or_cut_by_the_ids_that_the_engine_gets(too_lon
     (note,) = prompts.notes()
     assert note.startswith("2 prompts are longer" if dropped else "2 prompts were cut")
     if ends:
-        whole = encode_prompt(tokenizer, of_lengths(17)[0].prompt, chat)
+        (whole,) = encode_prompts(tokenizer, [of_lengths(17)[0].prompt], chat)
         assert chosen[2].ids[1:].tolist() == whole[slice(*ends)].tolist()
 
 

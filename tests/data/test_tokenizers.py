@@ -8,7 +8,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 from mindspeed_asyncflow.data.char_tokenizer import END, PAD, make_char_tokenizer
 from mindspeed_asyncflow.data.tokenizers import (
     decode_answers,
-    encode_prompt,
     encode_prompts,
     load_tokenizer,
     stop_token_ids,
@@ -17,6 +16,10 @@ from mindspeed_asyncflow.errors import DataError
 
 BOS_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 USER = [{"role": "user", "content": "a b"}]
+
+
+def encode_prompt(tokenizer, prompt, chat):
+    return encode_prompts(tokenizer, [prompt], chat)[0]
 
 
 def word_tokenizer(template=BOS_TEMPLATE, adds_bos=True, adds_eos=True, bos="<s>"):
