@@ -20,6 +20,7 @@ from mindspeed_asyncflow.service import reaper
 
 SHM = Path("/dev/shm")
 MARK = "ASYNCFLOW_RUN_MARK"
+KILLED_S = 3.0  # a killed process is gone by then
 _NAME = re.compile(r"asyncflow-(?:ray-)?(\d+)-")
 
 
@@ -110,5 +111,5 @@ def end_processes(processes: list[psutil.Process], grace_s: float = 3.0) -> list
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(alive, timeout=grace_s)
+    psutil.wait_procs(alive, timeout=KILLED_S)
     return killed

@@ -21,6 +21,7 @@ from mindspeed_asyncflow.data.prompts import PromptSet
 from mindspeed_asyncflow.data.sources import make_sources
 from mindspeed_asyncflow.data.tokenizers import load_tokenizer
 from mindspeed_asyncflow.errors import AsyncFlowError, ConfigError, DataError, PlatformError, WorkerLost
+from mindspeed_asyncflow.observe.ledger import Ledger
 from mindspeed_asyncflow.observe.log import close_logging, get_logger, setup_logging, shown
 from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.report import write_report
@@ -30,7 +31,7 @@ from mindspeed_asyncflow.observe.trace import configure, get_tracer, merge_trace
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
 from mindspeed_asyncflow.service.processes import Processes
 from mindspeed_asyncflow.service.session import Session
-from mindspeed_asyncflow.workflow.events import EventLog, NoEvents
+from mindspeed_asyncflow.workflow.events import EventLog, NoEvents, Sink, Told
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 
 OK, FAILED, WRONG_SETTINGS, INTERRUPTED = 0, 1, 2, 130
@@ -73,7 +74,11 @@ def train(config: Config, run_folder: Path | None = None, warnings: Iterable[str
         error = failure
     finally:
         launch.end()
-    return launch.report(error, time.perf_counter() - began)
+    if error is not None and launch.processes.lost:
+        error = PlatformError(launch.processes.lost)
+    code = launch.report(error, time.perf_counter() - began)
+    launch.processes.leave(code)
+    return code
 
 
 def _stop(number: int, frame: object) -> None:
@@ -122,9 +127,12 @@ class _Launch:
             loop.add_signal_handler(number, main.cancel)
         ticker = asyncio.create_task(self._tick())
         session, say = self.session, self.progress.phase
+        sinks: list[Sink] = [Ledger(self.folder.ledger)]
         if self.config.observe.events:
-            self.events = session.events = EventLog(self.folder.events / "events.jsonl")
-            self.events.note("begun", config=self.folder.config.read_text(encoding="utf-8"))
+            sinks.append(EventLog(self.folder.events / "events.jsonl"))
+        self.events = session.events = Told(*sinks)
+        self.events.note("begun", config=self.folder.config.read_text(encoding="utf-8"))
+        self.events.note("data", group_size=self.config.algorithm.group_size, **session.stream.facts())
         try:
             await session.start(say)
             await session.prepare(say)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.service import cleanup
+from mindspeed_asyncflow.service.head import HeadWatch, daemons
 from mindspeed_asyncflow.service.placement import Cluster, Demand
 from mindspeed_asyncflow.service.sides import check_environments
 from mindspeed_asyncflow.service.workers import Workers
@@ -25,7 +28,9 @@ class Processes:
         self.cluster = Cluster(config, current(config.run.platform).name, wanted)
         self.mark = cleanup.mark_environment()
         self.reaper: subprocess.Popen | None = None
+        self.head: HeadWatch | None = None
         self.last_words: dict[int, str] = {}  # of every worker, by process id, after `end`
+        self.lost = ""  # what became of Ray's head, after `end`; "" where it was there
 
     @property
     def started(self) -> bool:
@@ -37,8 +42,13 @@ class Processes:
             get_logger("service").info("removed what a dead run left: %s", name)
         self.reaper = cleanup.start_reaper(self.mark, self.cluster.make_folder())
         self.cluster.start()
+        self.head = HeadWatch(daemons())
+        self.head.start()
         for key, found in check_environments(self.config, self.config.workflow.start_timeout_s).items():
             get_logger("service").info("%s: %s", key, found)
+
+    def _lost_head(self) -> str:
+        return "" if self.head is None else self.head.said or self.head.look()
 
     def end(self, workers: Workers | None) -> None:
         """End every process and remove what they shared. A second Ctrl-C must not leave anything behind."""
@@ -46,13 +56,17 @@ class Processes:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.reaper is None:
             return
+        self.lost = self._lost_head()
+        if self.head is not None:
+            self.head.stop()
         shared = cleanup.shared_files(cleanup.run_processes(self.mark, self.cluster.folder, spare=self.reaper.pid))
         if workers is not None:
             workers.kill()
             self.last_words = {w.pid: self.cluster.last_words(w.pid) for w in workers.workers if w.pid}
-        self.cluster.stop()
+        if not self.lost:
+            self.cluster.stop()
         left = cleanup.run_processes(self.mark, self.cluster.folder, spare=self.reaper.pid)
-        killed = cleanup.end_processes(left)
+        killed = cleanup.end_processes(left, *([0.0] if self.lost else []))  # nobody tells them to end
         if killed:
             get_logger("service").debug("killed at the end: %s", ", ".join(killed))
         cleanup.remove_own_shm()
@@ -60,3 +74,10 @@ class Processes:
             file.unlink(missing_ok=True)
         self.cluster.remove_folder()
         cleanup.stop_reaper(self.reaper)
+
+    def leave(self, code: int) -> None:
+        """Last, before this process exits with `code`: without its head, Ray's own ending would wait or crash."""
+        if self.lost:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
