@@ -10,6 +10,7 @@ from pydantic import Field
 from mindspeed_asyncflow.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig
 from mindspeed_asyncflow.config.ascend_rollout import AscendRolloutConfig
 from mindspeed_asyncflow.config.cluster import ClusterConfig, SimulationConfig, WorkloadConfig
+from mindspeed_asyncflow.config.faults import FaultsConfig
 from mindspeed_asyncflow.config.intake import DataConfig, EvaluationConfig, RewardConfig, TurnsConfig
 from mindspeed_asyncflow.config.mindspeed import MindSpeedConfig
 from mindspeed_asyncflow.config.placement import PlacementConfig
@@ -198,6 +199,7 @@ class Config(Section):
     placement: PlacementConfig = PlacementConfig()
     dock: DockConfig = DockConfig()
     observe: ObserveConfig = ObserveConfig()
+    faults: FaultsConfig = FaultsConfig()
     cluster: ClusterConfig = ClusterConfig()
     workload: WorkloadConfig = WorkloadConfig()
     simulation: SimulationConfig = SimulationConfig()

@@ -126,6 +126,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def processes(self) -> Path:
+        """Process id and node of every process while the run is on, see `service/process_table.py`."""
+        return self.path / "processes.json"
+
+    @property
     def dock(self) -> Path:
         """Addresses and secret of the dock while the run is on, readable by its owner only."""
         return self.path / "dock.json"

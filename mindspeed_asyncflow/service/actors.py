@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import os
 import re
 import shlex
+import signal
 import sys
 import threading
 from collections.abc import Callable, Collection
 from operator import attrgetter
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -19,11 +23,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mindspeed_asyncflow.errors import EngineError, WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.platforms.devices import VISIBLE_ENV, visible_to
+from mindspeed_asyncflow.service.heartbeat import silence
 from mindspeed_asyncflow.service.plain import send_arrays_plainly
 
 ASIDE = "aside"  # Ray's name for the thread of the methods that run beside all others
 BESIDE = "beside"  # and for those of a second worker in the same process
 WATCH = "watch"  # and for the call that ends with the process
+PING = "ping"  # and for those that show that it still runs
+KILLED_S = 5.0  # a process that was killed is gone by then
+
+_spawned = itertools.count()
 
 
 def here() -> tuple[str, str]:
@@ -40,10 +49,10 @@ class Host:
         if devices := self.devices():  # before anything can load the library that reads it
             os.environ[VISIBLE_ENV] = visible_to(devices, os.environ.get(VISIBLE_ENV))
 
-    def build(self, recipe: Callable[..., Any], *args: Any) -> tuple[int, str]:
-        """Make the worker; returns the process id and what it runs in."""
+    def build(self, recipe: Callable[..., Any], *args: Any) -> tuple[int, tuple[str, str], str]:
+        """Make the worker; returns the process id, its node (id, address) and what it runs in."""
         self.worker = _crossing(recipe, *args)
-        return os.getpid(), _libraries()
+        return os.getpid(), here(), _libraries()
 
     def where(self) -> tuple[str, str]:
         return here()
@@ -55,6 +64,9 @@ class Host:
     def stay(self) -> None:
         """Never returns."""
         threading.Event().wait()
+
+    def ping(self) -> None:
+        """Answered whatever the worker computes."""
 
     def call(self, method: str, *args: Any) -> Any:
         """`method` of the worker; "part.method" of one that it is made of."""
@@ -94,16 +106,50 @@ class Remote:
     def __init__(self, handle: Any, name: str, aside: Collection[str] = ()) -> None:
         self._handle, self.name, self._aside = handle, name, aside
         self.pid = 0
+        self.built: Callable[[str, int, str], None] = lambda name, pid, host: None  # told where it runs
+        self._node = ""
+        self._process: psutil.Process | None = None  # where it runs on this machine
 
     async def build(self, recipe: Callable[..., Any], *args: Any) -> Remote:
-        pid, libraries = await self._await(self._handle.build.remote(recipe, *args))
+        pid, (node, host), libraries = await self._await(self._handle.build.remote(recipe, *args))
         get_logger("service").debug("%s is process %d with %s", self.name, pid, libraries)
-        self.pid = pid
+        self.pid, self._node = pid, node
+        if node == here()[0]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._process = psutil.Process(pid)
+        self.built(self.name, pid, host)
         return self
 
-    async def watch(self) -> None:
-        """Never returns; raises `WorkerLost` when the process dies, whether anybody calls it or not."""
-        await self._await(self._handle.stay.options(concurrency_group=WATCH).remote())
+    async def watch(self, heartbeat_s: float) -> None:
+        """Never returns; raises `WorkerLost` when the process, which must be built, dies, whether anybody calls it or
+        not, or when it answers no ping for `heartbeat_s` (`service/heartbeat.py`): then it has been killed."""
+        staying = asyncio.ensure_future(self._await(self._handle.stay.options(concurrency_group=WATCH).remote()))
+        beating = asyncio.ensure_future(silence(self._ping, heartbeat_s))
+        try:
+            done, _ = await asyncio.wait([staying, beating], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # raises how it died
+            self._end_frozen()
+            await asyncio.wait([staying], timeout=KILLED_S)
+        finally:
+            for task in (staying, beating):
+                task.cancel()
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        raise WorkerLost(
+            f"{self.name} (process {self.pid}) froze and was killed: no answer to a ping for {heartbeat_s:g} s "
+            "(faults.heartbeat_s)"
+        )
+
+    async def _ping(self) -> None:
+        await self._await(self._handle.ping.options(concurrency_group=PING).remote())
+
+    def _end_frozen(self) -> None:
+        """As `kill`, also on another machine: Ray asks a process to end, which a frozen one does not."""
+        self.kill()
+        if self._process is None and self._node:
+            there = NodeAffinitySchedulingStrategy(self._node, soft=False)
+            with contextlib.suppress(RayError):
+                _kill.options(scheduling_strategy=there).remote(self.pid)
 
     async def where(self) -> tuple[str, str]:
         return await self._await(self._handle.where.remote())
@@ -141,6 +187,14 @@ class Remote:
         """End the process; nothing to do where Ray itself has gone."""
         with contextlib.suppress(RayError):
             ray.kill(self._handle, no_restart=True)
+        if self._process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._process.kill()
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
 
 
 class Part:
@@ -191,14 +245,14 @@ def spawn(
     surroundings: dict[str, Any] = {"env_vars": environment} if environment else {}
     if python:
         surroundings["py_executable"] = shlex.quote(python)  # Ray hands it to a shell
-    groups = {WATCH: 1} | ({ASIDE: 1} if aside else {}) | ({BESIDE: beside} if beside else {})
+    groups = {WATCH: 1, PING: 1} | ({ASIDE: 1} if aside else {}) | ({BESIDE: beside} if beside else {})
     options: dict[str, Any] = {"concurrency_groups": groups}
     host = ray.remote(**options)(Host).options(
         num_cpus=0,
         resources=resources,
         max_concurrency=concurrency,
         max_restarts=0,
-        name=name,
+        name=f"{name}.{next(_spawned)}",  # the name of a dead process is not free at once
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False) if node else "DEFAULT",
         runtime_env=surroundings or None,
     )

@@ -21,12 +21,17 @@ GRACE_S = 1.0  # child processes of a dead replica get this long to end by thems
 
 class Replicas:
     """`remotes`: processes by index of the replica; `needed`: how many must be up before the run starts. `build` makes
-    the worker of a replica in its process."""
+    the worker of a replica in its process. One that is silent for `heartbeat_s` is lost."""
 
     def __init__(
-        self, remotes: dict[int, Remote], needed: int, limit_s: float, build: Callable[[int], Awaitable[Any]]
+        self,
+        remotes: dict[int, Remote],
+        needed: int,
+        limit_s: float,
+        build: Callable[[int], Awaitable[Any]],
+        heartbeat_s: float,
     ) -> None:
-        self.remotes, self.needed, self.limit_s = remotes, needed, limit_s
+        self.remotes, self.needed, self.limit_s, self.heartbeat_s = remotes, needed, limit_s, heartbeat_s
         self.places: dict[int, Place] = {}
         self.up: dict[int, Remote] = {}
         self.lost: Callable[[int, WorkerLost], None] = lambda index, error: None  # told of each that was up and died
@@ -96,7 +101,7 @@ class Replicas:
     async def _watch(self, index: int, remote: Remote) -> None:
         """Its death is noticed also while nobody asks it for anything."""
         try:
-            await remote.watch()
+            await remote.watch(self.heartbeat_s)
         except WorkerLost as error:
             self.up.pop(index, None)
             self.places.pop(index, None)

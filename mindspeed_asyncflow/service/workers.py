@@ -16,6 +16,7 @@ from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.actors import Remote, here, spawn
 from mindspeed_asyncflow.service.cleanup import shm_path
 from mindspeed_asyncflow.service.placement import DEVICE
+from mindspeed_asyncflow.service.process_table import ProcessTable
 from mindspeed_asyncflow.service.relays import Place, RelayOfRank, over_loopback
 from mindspeed_asyncflow.service.sides import Sides
 
@@ -30,12 +31,14 @@ class Workers:
         self.config, self.folder = config, folder
         self.sides = Sides(config, current(config.run.platform).name == "npu", os.environ)
         self.workers: list[Remote] = []
+        self.table = ProcessTable(folder.processes)
         self.places: dict[str, Place] = {}
         self.home: dict[str, str] = {}  # Ray's id of the node where a process must run, by its name
 
     def spawn(self, name: str, devices: int = 0, **options: Any) -> Remote:
         options.setdefault("node", self.home.get(name, ""))
         worker = spawn(name, resources={DEVICE: float(devices)} if devices else {}, **options)
+        worker.built = self.table.enter
         self.workers.append(worker)
         return worker
 
@@ -56,6 +59,7 @@ class Workers:
         """Where the workers run, by name, and the driver. `others`: places that are known already; `all_there`: no
         process on another node can come in later."""
         found = {"driver": Place(*here()), **others}
+        self.table.enter("driver", os.getpid(), found["driver"].ip)
 
         async def ask(worker: Remote) -> None:
             found[worker.name] = Place(*await worker.where())
@@ -135,5 +139,6 @@ class Workers:
     def kill(self) -> None:
         """End the processes of all workers now."""
         self.folder.dock.unlink(missing_ok=True)
+        self.table.remove()
         for worker in self.workers:
             worker.kill()

@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mindspeed_asyncflow.config.schema import Config
@@ -33,6 +34,12 @@ class Worker:
     def published(self):
         self.ended.set()
         return self.same_thread()
+
+    def count(self, seconds):
+        """Computes without a pause."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            sum(range(1000))
 
 
 class Two:
@@ -93,7 +100,7 @@ def test_two_workers_of_one_process_have_threads_of_their_own(cluster):
 def test_the_death_of_a_process_is_noticed_while_nobody_calls_it(cluster):
     async def scenario():
         worker = await spawn("rollout0", resources={}).build(Worker)
-        watching = asyncio.ensure_future(worker.watch())
+        watching = asyncio.ensure_future(worker.watch(60))
         assert await worker.same_thread() and not watching.done()
         began = time.monotonic()
         os.kill(worker.pid, signal.SIGKILL)
@@ -102,6 +109,24 @@ def test_the_death_of_a_process_is_noticed_while_nobody_calls_it(cluster):
         return time.monotonic() - began
 
     assert asyncio.run(scenario()) < 10
+
+
+def test_a_process_that_is_busy_or_stopped_for_a_moment_goes_on_and_one_that_stays_frozen_is_killed(cluster):
+    async def scenario():
+        worker = await spawn("rollout0", resources={}).build(Worker)
+        watching = asyncio.ensure_future(worker.watch(2))
+        await worker.count(3)
+        os.kill(worker.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.7)
+        os.kill(worker.pid, signal.SIGCONT)
+        assert await worker.same_thread() and not watching.done()
+        os.kill(worker.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerLost, match=rf"rollout0 \(process {worker.pid}\) froze and was killed: .* for 2 s"):
+            await asyncio.wait_for(watching, 30)
+        return worker.pid
+
+    pid = asyncio.run(scenario())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("guesses", ["There are some potential root causes. (1)", "Some common causes include: (1)"])

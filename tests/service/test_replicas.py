@@ -34,7 +34,7 @@ class Process:
         if self.error is not None:
             raise self.error
 
-    async def watch(self):
+    async def watch(self, heartbeat_s):
         await self.dying.wait()
         raise WorkerLost(f"{self.name} died")
 
@@ -49,7 +49,7 @@ def no_ray(monkeypatch):
 
 
 async def started(processes, needed, limit_s=5.0):
-    made = Replicas(dict(enumerate(processes)), needed, limit_s, lambda index: processes[index].build())
+    made = Replicas(dict(enumerate(processes)), needed, limit_s, lambda index: processes[index].build(), 30.0)
     await made.find()
     made.start()
     await made.enough()
