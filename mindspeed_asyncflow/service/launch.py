@@ -31,6 +31,7 @@ from mindspeed_asyncflow.observe.trace import configure, get_tracer, merge_trace
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
 from mindspeed_asyncflow.service.processes import Processes
 from mindspeed_asyncflow.service.session import Session
+from mindspeed_asyncflow.service.steady import SteadyLoop
 from mindspeed_asyncflow.workflow.events import EventLog, NoEvents, Sink, Told
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 
@@ -118,7 +119,8 @@ class _Launch:
         self.session = Session(config, self.folder, model_folder, tokenizer, prompts, self.recorder)
         say("starting Ray")
         self.processes.start()
-        asyncio.run(self._main())
+        with asyncio.Runner(loop_factory=SteadyLoop) as runner:
+            runner.run(self._main())
 
     async def _main(self) -> None:
         loop, main = asyncio.get_running_loop(), asyncio.current_task()

@@ -74,9 +74,8 @@ def test_a_run_without_rays_head_ends_within_15_s_and_leaves_nothing(tmp_path, n
     job.wait_for("step 1/")
     job.watch()
     [victim] = [p for p in job.seen.values() if p.name() == name]
-    folder = next(a.partition("--log_dir=")[2] for a in victim.cmdline() if a.startswith("--log_dir=")).split(
-        "/session_"
-    )[0]
+    [logs] = [a for a in victim.cmdline() if "session_" in a and a.startswith(("--log_dir=", "--session_dir="))][:1]
+    folder = logs.partition("=")[2].partition("/session_")[0]
     assert os.path.isdir(folder)
     victim.send_signal(number)
     assert job.wait(15) == 1, job.text
