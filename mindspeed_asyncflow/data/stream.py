@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -68,6 +68,21 @@ def quotas(rows: int, weights: Sequence[float]) -> list[int]:
     return shares
 
 
+def order_of(facts: Mapping[str, Any]) -> Order:
+    """As `PromptStream.facts` says."""
+    if facts["quotas"]:
+        return Mixed(facts["sizes"], facts["quotas"], facts["seed"])
+    return Shuffled(sum(facts["sizes"]), facts["seed"])
+
+
+def prompts_in_order(facts: Mapping[str, Any], epochs: int) -> Iterator[tuple[int, int]]:
+    """(epoch, index in the training set) of every prompt that a stream with these facts gives out."""
+    order = order_of(facts)
+    for epoch in range(epochs):
+        for index in order.epoch(epoch)[: facts["batches_per_epoch"] * facts["batch"]].tolist():
+            yield epoch, index
+
+
 class PromptStream:
     """Batches of training prompts, in a new order each epoch.
 
@@ -84,7 +99,6 @@ class PromptStream:
         self._prompts, self._seed, self._epochs, self._batch = prompts, seed, epochs, batch
         self.batches_per_epoch = rows // batch if drop_last else -(-rows // batch)
         self._quotas: list[int] = []
-        self._order: Order = Shuffled(rows, seed)
         if len(prompts.sizes) > 1:
             self._quotas = quotas(min(rows, self.batches_per_epoch * batch), prompts.weights)
             if 0 in self._quotas:
@@ -92,7 +106,7 @@ class PromptStream:
                     f"data.mix: weights {prompts.weights} leave source {self._quotas.index(0)} less than one of the "
                     f"{sum(self._quotas)} prompts of an epoch: raise its weight or give more data"
                 )
-            self._order = Mixed(prompts.sizes, self._quotas, seed)
+        self._order = order_of(self.facts())
         self._position = 0  # batches given out so far
         self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # the last one drawn, its order
 
@@ -124,6 +138,16 @@ class PromptStream:
         chosen = self._epoch[1][slot * self._batch : (slot + 1) * self._batch]
         self._position += 1
         return [(epoch, int(index), self._prompts.train[index]) for index in chosen]
+
+    def facts(self) -> dict[str, Any]:
+        """What the order depends on, as plain values (JSON); `sizes`: training prompts of each source."""
+        return {
+            "seed": self._seed,
+            "batch": self._batch,
+            "batches_per_epoch": self.batches_per_epoch,
+            "sizes": list(self._prompts.sizes) or [len(self._prompts.train)],
+            "quotas": self._quotas,
+        }
 
     def state(self) -> dict[str, Any]:
         """Position as plain values (JSON)."""

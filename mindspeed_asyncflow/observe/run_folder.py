@@ -94,6 +94,11 @@ class RunFolder:
         return self.path / "events"
 
     @property
+    def ledger(self) -> Path:
+        """What became of every prompt and sample, for `asyncflow audit` (SQLite)."""
+        return self.path / "ledger.sqlite"
+
+    @property
     def evaluations(self) -> Path:
         """One JSON object per line and evaluation, with the score of every answer."""
         return self.path / "evaluations.jsonl"

@@ -32,7 +32,7 @@ from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
 from mindspeed_asyncflow.service.processes import Processes
 from mindspeed_asyncflow.service.session import Session
 from mindspeed_asyncflow.service.steady import SteadyLoop
-from mindspeed_asyncflow.workflow.events import EventLog, NoEvents, Sink, Told
+from mindspeed_asyncflow.workflow.events import EventLog, NoEvents, Told
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 
 OK, FAILED, WRONG_SETTINGS, INTERRUPTED = 0, 1, 2, 130
@@ -129,10 +129,8 @@ class _Launch:
             loop.add_signal_handler(number, main.cancel)
         ticker = asyncio.create_task(self._tick())
         session, say = self.session, self.progress.phase
-        sinks: list[Sink] = [Ledger(self.folder.ledger)]
-        if self.config.observe.events:
-            sinks.append(EventLog(self.folder.events / "events.jsonl"))
-        self.events = session.events = Told(*sinks)
+        log = EventLog(self.folder.events / "events.jsonl") if self.config.observe.events else None
+        self.events = session.events = Told(Ledger(self.folder.ledger), log)
         self.events.note("begun", config=self.folder.config.read_text(encoding="utf-8"))
         self.events.note("data", group_size=self.config.algorithm.group_size, **session.stream.facts())
         try:

@@ -177,6 +177,10 @@ class StepBook:
             self.close_group(group)
         return samples
 
+    def open_groups(self) -> list[int]:
+        """All that are neither trained nor dropped, those on their way into the dock too, in issue order."""
+        return list(self._groups)
+
     def open_batches(self) -> Iterator[tuple[int, int]]:
         """(batch, open groups) for messages."""
         return iter(sorted(self._open.items()))

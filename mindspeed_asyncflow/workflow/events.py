@@ -2,17 +2,21 @@
 
     kind        noted by       fields as they stand in the file, beside `t` (seconds of the loop clock) and `kind`
     begun       service        format, config (digest of the resolved settings), libraries, machine
-    issued      feed           batch, groups [group], prompts [[epoch, prompt index]]
+    data        service        what the order of prompts depends on (`PromptStream.facts`), group_size
+    issued      feed           batch, groups [group], prompts [[epoch, prompt index]], replaces [dropped group] or empty
     claimed     claims         task, worker, rows [[group, member]]
     generated   rollout        replica, since (version), rows, unfinished
     scored      score          rows, unscored, flat
-    dropped     who drops      reason, groups or rows
+    dropped     who drops      reason, group or groups, samples (without it: all that the groups have left)
     loaded      weight sync    replica, version, fingerprint
     joined      rollout        replica; also `lost` and `left`
     trained     train          step, plan [replica][micro-batch][[group, member]], versions [replica][micro-batch]
                                [[oldest, newest]], rules, sums [replica]{name: value}
     finished    train          version, tokens, samples, applied, grad_norm, lr
     published   weight sync    version, fingerprint, checksums (8 hex digits per shard, in the relay table's order)
+    resumed     service        ledger (its position in the checkpoint), version, checkpoint
+    restored    run            open [group]: what the run goes on with
+    ended       run            open [group]: neither trained nor dropped
 
 Replay needs begun, trained, finished and published; the others are for people and tests. Dock handles mean nothing
 after the run, so rows are (group, member). What trained rows contain is in the files of `sample_log.py`. Events wait in
@@ -32,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_asyncflow.observe.ledger import Ledger
 from mindspeed_asyncflow.records import OptimReport, WeightManifest
 from mindspeed_asyncflow.workflow.clock import now
 from mindspeed_asyncflow.workflow.train_worker import ChunkRules
@@ -39,7 +44,7 @@ from mindspeed_asyncflow.workflow.train_worker import ChunkRules
 FORMAT = 2
 LIBRARIES = ("torch", "megatron-core", "numpy")  # those that decide which bits a step computes
 MOST_WAITING = 2000
-WRITTEN_AT_ONCE = frozenset({"begun", "finished", "published", "lost", "left"})
+WRITTEN_AT_ONCE = frozenset({"begun", "resumed", "finished", "published", "lost", "left"})
 
 
 class NoEvents:
@@ -47,7 +52,40 @@ class NoEvents:
 
     def note(self, kind: str, **fields: Any) -> None: ...
 
+    def position(self) -> int:
+        """Notes that the ledger has been given so far, those included that are not on disk yet; 0 without a ledger."""
+        return 0
+
+    def settle(self) -> None:
+        """Wait until the ledger is on disk. Raises `LedgerError` where it cannot be written."""
+
     def close(self) -> None: ...
+
+
+class Told(NoEvents):
+    """Gives every note to the ledger, and to the event log where there is one."""
+
+    def __init__(self, ledger: Ledger, log: EventLog | None) -> None:
+        self.ledger = ledger
+        self.sinks: list[Ledger | EventLog] = [ledger] if log is None else [ledger, log]
+
+    def position(self) -> int:
+        return self.ledger.position
+
+    def settle(self) -> None:
+        self.ledger.settle()
+
+    def note(self, kind: str, **fields: Any) -> None:
+        for sink in self.sinks:
+            sink.note(kind, **fields)
+
+    def flush(self) -> None:
+        for sink in self.sinks:
+            sink.flush()
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
 
 
 class EventLog(NoEvents):
@@ -62,9 +100,9 @@ class EventLog(NoEvents):
     def note(self, kind: str, **fields: Any) -> None:
         """Fields are plain values or arrays, and what is turned into such here, so that it costs nothing elsewhere:
 
-        begun: config (text of the resolved settings); trained: plan, groups, versions and rules as given to
-        `TrainWorker.train`, and sums of one rank of every replica; finished: optim (`OptimReport`); published:
-        manifest.
+        begun: config (text of the resolved settings); scored: scores [row], for the ledger; trained: plan, groups,
+        versions and rules as given to `TrainWorker.train`, sums of one rank of every replica, and rewards by row, for
+        the ledger; finished: optim (`OptimReport`); published: manifest.
         """
         if kind in _FORMS:
             fields = _FORMS[kind](**fields)
@@ -88,12 +126,21 @@ def _begun(config: str) -> dict[str, Any]:
     return {"format": FORMAT, "config": digest_of(config)} | surroundings()
 
 
+def _resumed(config: str, **others: Any) -> dict[str, Any]:
+    return others | _begun(config)
+
+
+def _scored(scores: Sequence[float], **others: Any) -> dict[str, Any]:
+    return others
+
+
 def _trained(
     plan: Sequence[Sequence[Sequence[int]]],
     groups: Mapping[int, tuple[int, int]],
     versions: Mapping[int, tuple[int, int]],
     sums: Sequence[Mapping[str, float]],
     rules: ChunkRules,
+    rewards: Mapping[int, float],
     **others: Any,
 ) -> dict[str, Any]:
     return others | {
@@ -114,6 +161,8 @@ def _published(manifest: WeightManifest) -> dict[str, Any]:
 
 _FORMS: dict[str, Callable[..., dict[str, Any]]] = {
     "begun": _begun,
+    "resumed": _resumed,
+    "scored": _scored,
     "trained": _trained,
     "finished": _finished,
     "published": _published,

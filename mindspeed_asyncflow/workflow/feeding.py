@@ -54,17 +54,18 @@ class Feeder:
         taken, self._left = self._left[:count], self._left[count:]
         return taken
 
-    async def put(self, batch: int, issues: Sequence[Issue]) -> None:
+    async def put(self, batch: int, issues: Sequence[Issue], replaces: Sequence[int] = ()) -> None:
+        """`replaces`: for each prompt the dropped group that it is issued again for; none where all are new."""
         job = self.job
         groups = job.book.make_groups(batch, issues)
+        ids = [group[0].group_id for group in groups]
+        prompts = [[issue.epoch, issue.prompt_index] for issue in issues]
+        # With the book and before any wait: whoever saves the book saves the same of both.
+        job.events.note("issued", batch=batch, groups=ids, prompts=prompts, replaces=list(replaces))
         with get_tracer().span("feed/put", lane="feed", step=batch, groups=len(groups)):
             if groups:
                 await job.dock.put_groups(groups)
         job.window.issued += sum(len(g) for g in groups)
-        ids = [group[0].group_id for group in groups]
-        job.events.note(
-            "issued", batch=batch, groups=ids, prompts=[[issue.epoch, issue.prompt_index] for issue in issues]
-        )
         job.book.add(batch, groups)
         job.progressed()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -134,7 +135,7 @@ class StepRecorder:
     def scored(self, report: ScoreReport) -> None:
         self._times["reward"] = max(self._times["reward"], report.busy_s)
         self._abstained += len(report.unscored)
-        self._scores += report.scores
+        self._scores += [score for score in report.scores if not math.isnan(score)]
         for name, values in report.parts.items():
             self._of_scorers[name] += values
         for row, why in report.unscored.items():

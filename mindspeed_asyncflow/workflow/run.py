@@ -110,6 +110,7 @@ class Run:
                     task.cancel()
         if self._failed.done():
             self._failed.result()
+        self.job.events.note("ended", open=self.book.open_groups())
 
     def join(self, index: int, worker: Any) -> None:
         """A replica is up (or up again) and answers from now on."""

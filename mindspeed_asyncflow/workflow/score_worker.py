@@ -37,7 +37,7 @@ class ScoreReport:
     unscored: dict[int, str]  # row -> why it has no score
     busy_s: float
     flat: tuple[int, ...] = ()  # groups that were dropped because all their scores are equal
-    scores: tuple[float, ...] = ()  # of the rows that have one, before punishments
+    scores: tuple[float, ...] = ()  # of each row, before punishments; NaN: it has none
     parts: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of each scorer of a weighted sum
 
 
@@ -103,7 +103,7 @@ class ScoreWorker:
             unscored,
             time.perf_counter() - began,
             flat,
-            tuple(scores[~np.isnan(scores)].tolist()),
+            tuple(scores.tolist()),
             {n: tuple(s.parts[n] for s in found if n in s.parts) for n in names},
         )
 

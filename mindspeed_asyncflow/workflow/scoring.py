@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_asyncflow.dock.client import Claim
-from mindspeed_asyncflow.workflow.answering import rows_of
+from mindspeed_asyncflow.workflow.answering import members_of, rows_of
 from mindspeed_asyncflow.workflow.job import Job
 from mindspeed_asyncflow.workflow.score_worker import ScoreReport
 
@@ -36,7 +36,8 @@ class Scoring:
         with job.calling("scorer", "score"):
             report = await job.crew.scorer.score(claim.claim_id, rows_of(claim))
         job.recorder.scored(report)
-        job.events.note("scored", groups=np.unique(claim.group_ids).tolist(), unscored=len(report.unscored))
+        unscored, flat = len(report.unscored), list(report.flat)
+        job.events.note("scored", rows=members_of(claim), scores=report.scores, unscored=unscored, flat=flat)
         if report.unscored or report.flat:
             self._count_dropped(claim, report)
         job.book.scored(np.unique(claim.group_ids).tolist())

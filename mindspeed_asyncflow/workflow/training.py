@@ -230,7 +230,7 @@ class Training:
         job.events.note("dropped", group=group, reason=reason)
         batch, issue = job.book.close_group(group)
         if job.config.workflow.oversample == 1:
-            await self.feeder.put(batch, [issue])
+            await self.feeder.put(batch, [issue], replaces=[group])
 
     async def _drop_surplus(self, step: int) -> None:
         """max_lag 0: what the step left over could never be trained."""
@@ -238,6 +238,7 @@ class Training:
         left = job.book.pending(step)
         if not left:
             return
+        job.events.note("dropped", groups=left, reason="surplus")
         job.window.dropped["surplus"] += job.book.drop_surplus(left)
         await job.dock.drop_groups(left, "surplus")  # first, or a stopped answer would be claimed again
         await self.stop_answering()
@@ -269,8 +270,9 @@ class Training:
             )
         one_per_replica = [reports[i] for i in job.crew.leaders]
         trained = [r.sums for r in one_per_replica]
-        job.events.note("trained", step=step, plan=plan, groups=groups, versions=versions, sums=trained, rules=rules)
         rewards = np.array((await job.dock.read(claim.rows, ["reward"]))["reward"], dtype=np.float64)
+        told = {"groups": groups, "versions": versions, "rewards": dict(zip(rows, rewards.tolist()))}
+        job.events.note("trained", step=step, plan=plan, sums=trained, rules=rules, **told)
         job.recorder.trained(step, claim, rewards, one_per_replica)
         job.recorder.critic_trained(of_critic)
         job.progressed()
