@@ -86,7 +86,10 @@ class Blocks:
         seconds = time.perf_counter() - began
         claim = await self.claim("reward", groups, "scorer")
         began = time.perf_counter()
-        await self.session.scorer.score(claim.claim_id, rows_of(claim))
+        report = await self.session.scorer.score(claim.claim_id, rows_of(claim))
+        if report.unscored:
+            await self.dock.drop_rows(np.array(list(report.unscored), np.int64), "unscored")
+        await self.dock.done(claim.claim_id)
         self.note("score", began, rows=len(claim.rows))
         if self.session.references:
             claim = await self.claim("reference", groups, "reference0")

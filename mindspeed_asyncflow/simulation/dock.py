@@ -198,6 +198,11 @@ class SimDock:
         self.control.drop(self.part, self.part.members(self.part.groups.find(group_ids)), reason, self._now())
         self._settle()
 
+    async def drop_rows(self, rows: np.ndarray, reason: str) -> None:
+        await self._trip()
+        self.control.drop(self.part, self.slots(rows), reason, self._now())
+        self._settle()
+
     async def forget_worker(self, worker: str) -> int:
         await self._trip()
         count = self.control.forget_worker(worker, self._now())
@@ -245,10 +250,6 @@ class SimDock:
     def referenced(self, claim_id: int, slots: np.ndarray) -> None:
         self.control.held(claim_id, self.part, slots, self._now())
         self.control.commit(self.part, slots, self._reference_mask, None, None, self._now())
-        self._settle()
-
-    def drop(self, slots: np.ndarray, reason: str) -> None:
-        self.control.drop(self.part, slots, reason, self._now())
         self._settle()
 
     def give_back(self, claim_id: int, rows: np.ndarray | None = None) -> None:

@@ -145,7 +145,7 @@ class SimScorer:
         self.unscored_share = unscored_share
         self.busy_s = 0.0
 
-    async def score(self, claim_id: int, batch: RowBatch) -> ScoreReport:
+    async def score(self, claim_id: int, batch: RowBatch, again: bool = False) -> ScoreReport:
         slots = self.dock.slots(batch.rows)
         took = float(self.costs.score_s(float(len(batch))))
         with get_tracer().span("reward/score", lane="scorer", rows=len(batch)):
@@ -153,7 +153,6 @@ class SimScorer:
         self.busy_s += took
         if not self.unscored_share and not self.drop_flat:
             self.dock.scored(claim_id, slots)
-            self.dock.finish(claim_id)
             return ScoreReport({}, took, ())
         silent = np.zeros(len(batch), bool)
         if self.unscored_share:
@@ -166,10 +165,6 @@ class SimScorer:
         kept = ~(silent | level)
         if kept.any():
             self.dock.scored(claim_id, slots[kept])
-        for gone, reason in ((silent, "unscored"), (level, "zero_variance")):
-            if gone.any():
-                self.dock.drop(slots[gone], reason)
-        self.dock.finish(claim_id)
         unscored = dict.fromkeys(batch.rows[silent].tolist(), "no score (simulated fault)") if silent.any() else {}
         return ScoreReport(unscored, took, flat)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from mindspeed_asyncflow.dock.client import Claim, DockClient
-from mindspeed_asyncflow.errors import DeadlineExceeded
+from mindspeed_asyncflow.errors import ClaimLost, DeadlineExceeded
 from mindspeed_asyncflow.records import PromptRow
 
 T = TypeVar("T")
@@ -47,11 +48,15 @@ class Dock(Protocol):
 
     async def done(self, claim_id: int) -> None: ...
 
-    async def release(self, claim_id: int, rows: np.ndarray | None = None) -> None: ...
+    async def release(self, claim_id: int, rows: np.ndarray | None = None) -> None:
+        """What is not held any more needs not be given back."""
+        ...
 
     async def free(self, rows: np.ndarray) -> None: ...
 
     async def drop_groups(self, group_ids: Sequence[int], reason: str) -> None: ...
+
+    async def drop_rows(self, rows: np.ndarray, reason: str) -> None: ...
 
     async def forget_worker(self, worker: str) -> int: ...
 
@@ -104,13 +109,17 @@ class ThreadDock:
         await self._run(self.client.done, claim_id)
 
     async def release(self, claim_id: int, rows: np.ndarray | None = None) -> None:
-        await self._run(self.client.release, claim_id, rows)
+        with contextlib.suppress(ClaimLost):
+            await self._run(self.client.release, claim_id, rows)
 
     async def free(self, rows: np.ndarray) -> None:
         await self._run(self.client.free, rows)
 
     async def drop_groups(self, group_ids: Sequence[int], reason: str) -> None:
         await self._run(self.client.drop, group_ids=group_ids, partition=self.partition, reason=reason)
+
+    async def drop_rows(self, rows: np.ndarray, reason: str) -> None:
+        await self._run(self.client.drop, rows, reason=reason)
 
     async def forget_worker(self, worker: str) -> int:
         return await self._run(self.client.forget_worker, worker)

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.data.prompts import Prompt
 from mindspeed_asyncflow.data.tasks import named_tasks
-from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError, WorkerLost
+from mindspeed_asyncflow.errors import DeadlineExceeded, WeightSyncError, WorkerLost, WorkerReplaced
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.records import Completion
 from mindspeed_asyncflow.workflow.arrivals import Published
@@ -277,8 +277,15 @@ class Evaluation:
             )
 
     async def _judge(self, answers: Sequence[Completion], prompts: Sequence[Prompt]) -> list[Judged]:
+        while True:
+            try:
+                return await self._judged(answers, prompts)
+            except WorkerReplaced as error:
+                get_logger("evaluation").warning("answers are scored again: %s", error)
+
+    async def _judged(self, answers: Sequence[Completion], prompts: Sequence[Prompt]) -> list[Judged]:
         r = self.config.reward
-        limit_s = r.timeout_s * math.ceil(len(answers) / r.workers) + SCORER_GRACE_S
+        limit_s = r.timeout_s * math.ceil(len(answers) / r.workers) + SCORER_GRACE_S + self.config.faults.heartbeat_s
         talks = [a.mask for a in answers if a.mask is not None]
         scoring = self.scorer.score_answers(
             [a.token_ids for a in answers],

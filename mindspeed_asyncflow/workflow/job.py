@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.dock.client import Claim
-from mindspeed_asyncflow.errors import DeadlineExceeded
+from mindspeed_asyncflow.errors import ClaimLost, DeadlineExceeded, WorkerReplaced
+from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.observe.trace import get_tracer
 from mindspeed_asyncflow.workflow.book import StepBook
 from mindspeed_asyncflow.workflow.clock import now
@@ -76,6 +77,29 @@ class Job:
                 return await self.dock.claim(task, count, worker=worker, timeout_s=timeout_s, **how)
             except DeadlineExceeded:
                 return None
+
+    async def all_of(
+        self, task: str, groups: Sequence[int], worker: str, work: Callable[[Claim], Awaitable[bool]]
+    ) -> None:
+        """`work` on all of these groups as one claim; what it leaves undone is claimed again until nothing is left."""
+        if await work(await self.claim(task, len(groups), worker=worker, group_ids=groups, at_least=len(groups))):
+            return
+        while True:
+            rest = await self.claim_now(task, len(groups), worker=worker, group_ids=groups, timeout_s=0.0)
+            if rest is None or not len(rest.rows):
+                return
+            await work(rest)
+
+    async def attempt(self, worker: str, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether the work was done. False where the process of `worker` was replaced meanwhile, or the claim on its
+        rows was lost, as with a dock pair that was started again: all that it holds is offered again."""
+        try:
+            await work
+        except (WorkerReplaced, ClaimLost) as error:
+            held = await self.dock.forget_worker(worker)
+            get_logger("workflow").warning("%s begins again with what it had (%d claims): %s", worker, held, error)
+            return False
+        return True
 
     async def all_ranks(self, method: str, *args: Any) -> list[Any]:
         return await self.of_all("trainer", self.crew.trainers, method, args)

@@ -9,9 +9,10 @@ scores of the task's or the user's scorers
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from mindspeed_asyncflow.algorithms.overlong import overlong_penalty
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.engines.base import RolloutEngine
+from mindspeed_asyncflow.errors import DockError
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.rewards.base import Answer
 from mindspeed_asyncflow.rewards.pool import Score, ScorerPool
@@ -36,7 +38,7 @@ FINISHED = 0  # code of the `finish` column for an answer that the policy ended 
 class ScoreReport:
     unscored: dict[int, str]  # row -> why it has no score
     busy_s: float
-    flat: tuple[int, ...] = ()  # groups that were dropped because all their scores are equal
+    flat: tuple[int, ...] = ()  # groups that are to be dropped because all their scores are equal
     scores: tuple[float, ...] = ()  # of each row, before punishments; NaN: it has none
     parts: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of each scorer of a weighted sum
 
@@ -67,9 +69,13 @@ class ScoreWorker:
         self.kl = ["rollout_logprobs", "ref_logprobs"] if a.kl_reward and not self.critic else []
         self.masks = ["response_mask"] if config.turns.environment else []
 
-    def score(self, claim_id: int, batch: RowBatch) -> ScoreReport:
-        """Write `score`, `reward` and advantages; rows without a score are dropped and named, and, where the algorithm
-        samples dynamically, groups without a difference between their scores as well."""
+    def score(self, claim_id: int, batch: RowBatch, again: bool = False) -> ScoreReport:
+        """Write `score`, `reward` and advantages. Named are rows without a score and, where the algorithm samples
+        dynamically, groups without a difference between their scores: nothing is written for them, and the caller drops
+        them. `again`: some of these rows may be scored already, by a scorer that died before it said so; that stands.
+        """
+        if again:
+            return self._go_on(claim_id, batch)
         began = time.perf_counter()
         with self.tracer.span("reward/score", lane=self.name, rows=len(batch)):
             columns = self.dock.read(batch.rows, ["response_ids", "truth", "fields", "finish", *self.kl, *self.masks])
@@ -89,10 +95,6 @@ class ScoreWorker:
                 written: dict[str, Any] = {name: of_rows[good] for name, of_rows in values.items()}
                 written |= self._advantages(good, advantages.values, per_token, columns)
                 self.dock.write(batch.rows[good], written, claim_id=claim_id)
-            for rows, reason in ((batch.rows[~kept], "unscored"), (batch.rows[flat_rows], "zero_variance")):
-                if len(rows):
-                    self.dock.drop(rows, reason=reason)
-            self.dock.done(claim_id)
         unscored = {
             int(r): s.error or "too few scored answers in its group"
             for r, s, k in zip(batch.rows, found, kept)
@@ -106,6 +108,24 @@ class ScoreWorker:
             tuple(scores.tolist()),
             {n: tuple(s.parts[n] for s in found if n in s.parts) for n in names},
         )
+
+    def _go_on(self, claim_id: int, batch: RowBatch) -> ScoreReport:
+        """Scores the groups of which nothing is written; all that a group gets is written at once."""
+        scores = np.array([self._score_of(row) for row in batch.rows])
+        there = np.isin(batch.group_ids, batch.group_ids[~np.isnan(scores)])
+        unscored = dict.fromkeys(batch.rows[there & np.isnan(scores)].tolist(), "its scorer died before it said why")
+        report = ScoreReport({}, 0.0)
+        if not there.all():
+            report = self.score(claim_id, batch.select(~there))
+            scores[~there] = report.scores
+        return replace(report, unscored=report.unscored | unscored, scores=tuple(scores.tolist()))
+
+    def _score_of(self, row: int) -> float:
+        """NaN where it has none."""
+        try:
+            return float(self.dock.read(np.array([row], np.int64), ["score"])["score"][0])
+        except DockError:
+            return math.nan
 
     def _answers(self, columns: Mapping[str, Any]) -> list[Answer]:
         truths, fields = ([bytes(t).decode("utf-8") for t in columns[name]] for name in ("truth", "fields"))
@@ -206,8 +226,7 @@ class ReferenceWorker:
         with self.tracer.span("reference/logprobs", lane=self.name, rows=len(batch)):
             columns = self.dock.read(batch.rows, ["prompt_ids", "response_ids"])
             pairs = [(np.array(p), np.array(r)) for p, r in zip(columns["prompt_ids"], columns["response_ids"])]
-            self.dock.write(batch.rows, {"ref_logprobs": self.engine.score(pairs)}, claim_id=claim_id)
-            self.dock.done(claim_id)
+            self.dock.write(batch.rows, {"ref_logprobs": self.engine.score(pairs)}, claim_id=claim_id, done=True)
         return time.perf_counter() - began
 
     def close(self) -> None:

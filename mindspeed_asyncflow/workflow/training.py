@@ -11,6 +11,7 @@ A step ends when it has trained `groups_per_step` groups, or when nothing is ope
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 
 from mindspeed_asyncflow.algorithms.moments import Moments, rescale
 from mindspeed_asyncflow.dock.client import Claim
-from mindspeed_asyncflow.errors import EngineError
+from mindspeed_asyncflow.errors import ClaimLost, EngineError
 from mindspeed_asyncflow.records import OptimReport
 from mindspeed_asyncflow.workflow import batcher
 from mindspeed_asyncflow.workflow.evaluating import Evaluation
@@ -169,12 +170,18 @@ class Training:
                 continue
             for group, rows, reason in claim.dropped:
                 await self._dropped(int(group), len(rows), reason)
+            claim = self._not_held(claim)
             if len(claim.rows):
                 taken = np.unique(claim.group_ids).tolist()
                 for group in taken:
                     job.book.close_group(group)
                 self.feeder.taken += len(taken)
                 return claim
+
+    def _not_held(self, claim: Claim) -> Claim:
+        """Without rows of groups that this step has taken already: a dock pair that was started again offers them anew."""
+        is_open = np.array([self.job.book.is_open(g) for g in claim.group_ids.tolist()], bool)
+        return claim if is_open.all() else part_of(claim, is_open)
 
     def _wanted(self, step: int) -> dict[str, Any] | None:
         """What to claim next: groups, how many at least, and which. None: the step has all that it can get."""
@@ -250,7 +257,8 @@ class Training:
             chosen = np.isin(claim.group_ids, order[first : first + self.stream])
             shown = self.job.config.observe.samples_per_step if sums.samples == 0 else 0
             await self.train_chunk(step, part_of(claim, chosen), rules, sums, shown)
-        await self.job.dock.done(claim.claim_id)
+        with contextlib.suppress(ClaimLost):  # a dock pair was started again: this loop alone trains its rows
+            await self.job.dock.done(claim.claim_id)
         await self.job.dock.free(claim.rows)
 
     async def train_chunk(self, step: int, claim: Claim, rules: ChunkRules, sums: _Sums, shown: int) -> None:

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mindspeed_asyncflow.dock.client import Claim
 from mindspeed_asyncflow.errors import EngineError
 from mindspeed_asyncflow.workflow import batcher
 from mindspeed_asyncflow.workflow.job import Job
@@ -33,13 +34,13 @@ class Valuing:
         """Whole groups as they are scored; without lag in issue order, in chunks of fixed size."""
         if self.puts is None:
             while True:
-                await self.value(self.few)
+                await self.value(await self.job.claim("value", self.few, worker="critic"))
         while True:
             groups = await self.puts.get()
             for first in range(0, len(groups), self.few):
                 chosen = await self._scored(groups[first : first + self.few])
                 if chosen:
-                    await self.value(len(chosen), group_ids=chosen, at_least=len(chosen))
+                    await self.job.all_of("value", chosen, "critic", self.value)
 
     async def _scored(self, groups: Sequence[int]) -> list[int]:
         """Those of `groups` that scoring has left, when all are scored."""
@@ -48,9 +49,12 @@ class Valuing:
             await book.change()
         return [g for g in groups if book.is_open(g)]
 
-    async def value(self, groups: int, **which: Any) -> None:
+    async def value(self, claim: Claim) -> bool:
+        """Whether it is done; where the claim was lost, its rows are offered again."""
+        return await self.job.attempt("critic", self._value(claim))
+
+    async def _value(self, claim: Claim) -> None:
         job, t = self.job, self.job.config.trainer
-        claim = await job.claim("value", groups, worker="critic", **which)
         infos = batcher.RowInfos(claim.rows, claim.group_ids, claim.members, claim.tokens)
         plan = batcher.plan(
             infos, t.data_parallel, t.micro_batch_tokens, t.pipeline_parallel if t.virtual_pipeline else 1
