@@ -186,7 +186,7 @@ async def train_chunk(bench, step, config, events):
     law = step - config.workflow.max_lag if config.workflow.stale == "mask" else None
     rules = ChunkRules(step, law)
     sums = [r.sums for r in await bench.all("train", plan, versions, groups, rules)]
-    events.note("trained", step=step, plan=plan, groups=groups, versions=versions, sums=sums, rules=rules)
+    events.note("trained", step=step, plan=plan, groups=groups, versions=versions, sums=sums, rules=rules, rewards={})
     bench.dock.done(claim.claim_id)
     bench.dock.free(claim.rows)
     return sums
