@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
@@ -19,6 +20,18 @@ def get_logger(part: str = "") -> logging.Logger:
 def shown(text: str) -> None:
     """Into the file only, what the console shows by other ways (`Progress`, `print`)."""
     logging.getLogger(SHOWN).info("%s", text)
+
+
+class _File(logging.FileHandler):
+    """A full disk costs lines, not the run, and does not fill the console with tracebacks."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 def setup_logging(
@@ -40,7 +53,7 @@ def setup_logging(
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
     if file is not None:
-        full = logging.FileHandler(file, mode="a", encoding="utf-8")
+        full = _File(file, mode="a", encoding="utf-8")
         full.setFormatter(
             logging.Formatter(
                 f"%(asctime)s.%(msecs)03d {process}[%(process)d] %(levelname)s %(name)s: %(message)s",

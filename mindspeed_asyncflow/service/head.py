@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import psutil
 
@@ -30,7 +31,8 @@ def ping(limit_s: float) -> None:
     """One small question to the head. Raises what Ray raises where nothing comes in time."""
     from ray._private.worker import global_worker  # Ray's public calls have no deadline
 
-    global_worker.gcs_client.internal_kv_get(b"asyncflow", None, timeout=limit_s)
+    worker: Any = global_worker
+    worker.gcs_client.internal_kv_get(b"asyncflow", None, timeout=limit_s)
 
 
 class HeadWatch:
