@@ -13,7 +13,9 @@ NAME = "train"
 HELP = "check a configuration, then train with it"
 EXAMPLES = """  asyncflow train configs/qwen_tiny_cpu.yaml
   asyncflow train configs/qwen_tiny_cpu.yaml --set trainer.steps=5 --set workflow.max_lag=0
-  asyncflow train my.yaml --run-folder results/first"""
+  asyncflow train my.yaml --run-folder results/first
+  asyncflow train my.yaml --run-folder results/first    # again: goes on where it ended, or says that it is complete
+  asyncflow train my.yaml --resume results/first/checkpoints/step_000010"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-folder",
         metavar="DIR",
         type=Path,
-        help="a new folder for the results (default: a dated one in run.folder, with `latest` pointing to it)",
+        help="a folder for the results, or that of an earlier run, which goes on (default: a dated one in run.folder, "
+        "with `latest` pointing to it)",
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="auto|never|CHECKPOINT",
+        default="auto",
+        help="auto: go on from the newest complete checkpoint in --run-folder; never: refuse a folder that holds a "
+        "run; else the folder of a checkpoint to go on from",
     )
 
 
@@ -34,4 +44,4 @@ def run(arguments: argparse.Namespace) -> int:
     # Only now: Ray and what it loads take seconds, and a mistake is answered at once.
     from mindspeed_asyncflow.service import launch
 
-    return launch.train(config, arguments.run_folder, warnings)
+    return launch.train(config, arguments.run_folder, warnings, arguments.resume)

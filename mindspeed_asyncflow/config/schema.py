@@ -9,6 +9,7 @@ from pydantic import Field
 
 from mindspeed_asyncflow.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig
 from mindspeed_asyncflow.config.ascend_rollout import AscendRolloutConfig
+from mindspeed_asyncflow.config.checkpoint import CheckpointConfig
 from mindspeed_asyncflow.config.cluster import ClusterConfig, SimulationConfig, WorkloadConfig
 from mindspeed_asyncflow.config.faults import FaultsConfig
 from mindspeed_asyncflow.config.intake import DataConfig, EvaluationConfig, RewardConfig, TurnsConfig
@@ -54,7 +55,7 @@ class TrainerConfig(Section):
         "virtual stage 0 over all ranks, then of 1, and so on.",
     )
     data_parallel: int = Field(1, ge=1, description="DP size.")
-    context_parallel: int = Field(1, ge=1, description="CP size (Ulysses).")
+    context_parallel: int = Field(1, ge=1, description="CP size; trainer.mindspeed.context_parallel says how.")
     expert_parallel: int = Field(1, ge=1, description="EP size (MoE models).")
     sequence_parallel: bool = Field(False, description="Split activations along the sequence inside TP.")
     distributed_optimizer: bool = Field(False, description="Shard optimizer state over DP.")
@@ -95,6 +96,11 @@ class RolloutConfig(Section):
     timeout_s: float = Field(120.0, gt=0, description="Deadline of one generation batch.")
     threads: int = Field(1, ge=1, description="CPU threads of each replica.")
     ascend: AscendRolloutConfig = AscendRolloutConfig()
+
+    @property
+    def native(self) -> str | None:
+        """vllm-ascend's own transfer by which weights come; None: through the relay."""
+        return None if self.engine != "vllm" or self.ascend.transfer == "relay" else self.ascend.transfer
 
 
 class WorkflowConfig(Section):
@@ -199,6 +205,7 @@ class Config(Section):
     placement: PlacementConfig = PlacementConfig()
     dock: DockConfig = DockConfig()
     observe: ObserveConfig = ObserveConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     faults: FaultsConfig = FaultsConfig()
     cluster: ClusterConfig = ClusterConfig()
     workload: WorkloadConfig = WorkloadConfig()

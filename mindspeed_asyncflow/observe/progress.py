@@ -66,6 +66,10 @@ class Progress:
             self._said(f"[{self._elapsed()}] {text} ...")
         self._draw(force=True)
 
+    def resumed(self, steps: int) -> None:
+        """So many steps were made by processes before this one."""
+        self._done = steps
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step `step` (0-based) is trained; `metrics` under the names of the table, any subset."""
         now = self._clock()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +46,21 @@ class RunFolder:
                 "that can be written"
             ) from error
         return folder
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a run has begun here."""
+        return self.config.is_file()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """For one driver at a time. Raises `ConfigError` where another one that lives has the folder."""
+        with open(self.config, encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ConfigError(f"{self.path} is in use: another driver trains there") from error
+            yield
 
     @classmethod
     def create_at(cls, path: Path | str, config_yaml: str) -> RunFolder:
@@ -121,6 +138,23 @@ class RunFolder:
         """`hf` names `target`, a folder of this run, from now on."""
         self.hf.unlink(missing_ok=True)
         self.hf.symlink_to(target.relative_to(self.path))
+
+    def marks(self) -> dict[str, int]:
+        """How long the files are that grow while a run goes on: bytes by name, for `cut_back`."""
+        growing = [self.metrics, self.evaluations, self.events / "events.jsonl", *self.tensorboard.glob("*")]
+        return {str(p.relative_to(self.path)): p.stat().st_size for p in growing if p.is_file()}
+
+    def cut_back(self, marks: Mapping[str, int], step: int) -> None:
+        """What was written after `marks()` goes, and what belongs to `step` (0-based) or later ones: a run does them
+        again. Nobody may have the files of TensorBoard open."""
+        for name, size in self.marks().items():
+            if size > marks.get(name, 0):
+                os.truncate(self.path / name, marks.get(name, 0))
+        for part in [*self.samples.glob("step_*"), *self.events.glob("step_*")]:
+            if int(part.name.split(".")[0].split("_")[1]) >= step:
+                part.unlink()
+        for ended in (self.summary, self.report):
+            ended.unlink(missing_ok=True)
 
     @property
     def report(self) -> Path:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,17 @@ class MetricsWriter:
     """One line of `metrics.jsonl` and one TensorBoard step per call; both are on disk when `write` returns."""
 
     def __init__(self, folder: RunFolder, tensorboard: bool = True):
-        self._file = open(folder.metrics, "a", encoding="utf-8")  # noqa: SIM115
+        self._folder, self._tensorboard = folder, tensorboard
+        self._open()
+
+    def _open(self) -> None:
+        self._file = open(self._folder.metrics, "a", encoding="utf-8")  # noqa: SIM115
         self._events: Any = None
-        if tensorboard:
+        if self._tensorboard:
             # TensorBoard's own writer: torch.utils.tensorboard would load torch into the driver.
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-            self._events = EventFileWriter(str(folder.tensorboard))
+            self._events = EventFileWriter(str(self._folder.tensorboard))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """`step`: 0-based. Raises `MetricError` for a name outside the table. Not-finite values become null in JSON."""
@@ -44,6 +49,15 @@ class MetricsWriter:
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
         self._events.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
         self._events.flush()
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """Inside, the files may be changed; then they are written on."""
+        self.close()
+        try:
+            yield
+        finally:
+            self._open()
 
     def close(self) -> None:
         self._file.close()

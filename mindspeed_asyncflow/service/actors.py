@@ -237,7 +237,7 @@ def spawn(
 ) -> Remote:
     """Ask Ray for a process; it takes no CPU share, since a machine may hold more workers than cores.
 
-    `concurrency` threads serve its calls, one more those of the methods named in `aside`, `beside` more those of a
+    `concurrency` threads serve its calls, as many more those of the methods named in `aside`, `beside` more those of a
     second worker in the process: devices are bound to threads, so a trainer has one thread for all that computes.
     `node`: Ray's id of the node where it must run; default: any. `python`: its interpreter; default: that of the run.
     """
@@ -245,7 +245,7 @@ def spawn(
     surroundings: dict[str, Any] = {"env_vars": environment} if environment else {}
     if python:
         surroundings["py_executable"] = shlex.quote(python)  # Ray hands it to a shell
-    groups = {WATCH: 1, PING: 1} | ({ASIDE: 1} if aside else {}) | ({BESIDE: beside} if beside else {})
+    groups = {WATCH: 1, PING: 1} | ({ASIDE: len(aside)} if aside else {}) | ({BESIDE: beside} if beside else {})
     options: dict[str, Any] = {"concurrency_groups": groups}
     host = ray.remote(**options)(Host).options(
         num_cpus=0,

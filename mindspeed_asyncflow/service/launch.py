@@ -14,7 +14,7 @@ from typing import TextIO
 
 import numpy as np
 
-from mindspeed_asyncflow.config.load import dump_resolved, with_absolute_paths
+from mindspeed_asyncflow.config.load import with_absolute_paths
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.data.builtin_models import ensure_model
 from mindspeed_asyncflow.data.prompts import PromptSet
@@ -25,13 +25,14 @@ from mindspeed_asyncflow.observe.ledger import Ledger
 from mindspeed_asyncflow.observe.log import close_logging, get_logger, setup_logging, shown
 from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.report import write_report
-from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.summary import closing_words, write_summary
 from mindspeed_asyncflow.observe.trace import configure, get_tracer, merge_traces
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
+from mindspeed_asyncflow.service import resuming
 from mindspeed_asyncflow.service.processes import Processes
 from mindspeed_asyncflow.service.session import Session
 from mindspeed_asyncflow.service.steady import SteadyLoop
+from mindspeed_asyncflow.service.unwritten import in_words
 from mindspeed_asyncflow.workflow.events import EventLog, NoEvents, Told
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 
@@ -42,10 +43,13 @@ class Interrupted(AsyncFlowError):
     """A signal asked the run to stop."""
 
 
-def train(config: Config, run_folder: Path | None = None, warnings: Iterable[str] = ()) -> int:
+def train(
+    config: Config, run_folder: Path | None = None, warnings: Iterable[str] = (), resume: str = resuming.AUTO
+) -> int:
     """Run `config` to the end with its results in `run_folder` (default: a dated one in run.folder).
 
-    `warnings` were shown before and go into the log. Returns the exit code.
+    `warnings` were shown before and go into the log. `resume`: auto (go on where the run of `run_folder` ended), never,
+    or the folder of a checkpoint. A run that is complete is left as it is. Returns the exit code.
 
     0: all steps done; 1: failed, the root error is printed and in the summary; 2: settings or data that cannot be used,
     found before any worker started; 130: stopped by SIGINT or SIGTERM. On
@@ -54,18 +58,25 @@ def train(config: Config, run_folder: Path | None = None, warnings: Iterable[str
     began = time.perf_counter()
     signal.signal(signal.SIGTERM, _stop)
     config = with_absolute_paths(config)
-    resolved = dump_resolved(config)
-    if run_folder is not None:
-        folder = RunFolder.create_at(run_folder, resolved)
-    else:
-        folder = RunFolder.create(config.run.folder, config.run.name, resolved)
+    start = resuming.choose(config, run_folder, resume)
+    if start.complete:
+        print(f"already complete: {start.complete}; {start.folder.path} is left as it is", flush=True)
+        return OK
+    with start.folder.locked():
+        return _train(config, start, warnings, began)
+
+
+def _train(config: Config, start: resuming.Start, warnings: Iterable[str], began: float) -> int:
+    folder = start.folder
     progress = Progress(config.trainer.steps, sys.stdout)
     setup_logging("driver", folder.log, write=progress.show)
     for warning in warnings:
         shown(warning)
     configure(folder.trace, "driver", enabled=config.observe.trace)
     progress.note(f"run folder: {folder.path}")
-    launch = _Launch(config, folder, progress)
+    if start.again:
+        progress.note(str(start))
+    launch = _Launch(config, start, progress)
     error: BaseException | None = None
     try:
         launch.run()
@@ -77,6 +88,8 @@ def train(config: Config, run_folder: Path | None = None, warnings: Iterable[str
         launch.end()
     if error is not None and launch.processes.lost:
         error = PlatformError(launch.processes.lost)
+    error = error or launch.unwritten
+    error = None if error is None else in_words(error, folder.path)
     code = launch.report(error, time.perf_counter() - began)
     launch.processes.leave(code)
     return code
@@ -94,13 +107,14 @@ def _tell(text: str, stream: TextIO) -> None:
 class _Launch:
     """One launch: what has been opened so far, so that it can be closed in order."""
 
-    def __init__(self, config: Config, folder: RunFolder, progress: Progress) -> None:
-        self.config, self.folder, self.progress = config, folder, progress
+    def __init__(self, config: Config, start: resuming.Start, progress: Progress) -> None:
+        self.config, self.begins, self.folder, self.progress = config, start, start.folder, progress
         self.processes = Processes(config)
-        self.metrics = MetricsWriter(folder, tensorboard=config.observe.tensorboard)
+        self.metrics = MetricsWriter(start.folder, tensorboard=config.observe.tensorboard)
         self.events = NoEvents()
         self.session: Session | None = None
         self.recorder: StepRecorder | None = None
+        self.unwritten: OSError | None = None  # what the end of the run could not write
 
     def run(self) -> None:
         config, say = self.config, self.progress.phase
@@ -131,15 +145,16 @@ class _Launch:
         session, say = self.session, self.progress.phase
         log = EventLog(self.folder.events / "events.jsonl") if self.config.observe.events else None
         self.events = session.events = Told(Ledger(self.folder.ledger), log)
-        self.events.note("begun", config=self.folder.config.read_text(encoding="utf-8"))
-        self.events.note("data", group_size=self.config.algorithm.group_size, **session.stream.facts())
+        if not self.begins.again:
+            session.note_begun()
         try:
             await session.start(say)
+            if self.begins.again:
+                say("going back to the checkpoint")
+                await session.restore(self.begins.checkpoint)
             await session.prepare(say)
             say("training the first batch")
             await session.train()
-            say("saving checkpoint and policy")  # first: what comes after may fail
-            await session.save(self.recorder.steps)
             say("evaluating held-out prompts")
             await session.bring_all_up()
             await session.evaluate()
@@ -156,9 +171,11 @@ class _Launch:
     def end(self) -> None:
         """End every process and remove what they shared. A second Ctrl-C must not leave anything behind."""
         self.processes.end(self.session)
-        self.metrics.close()
-        self.events.close()
-        get_tracer().close()
+        for close in (self.metrics.close, self.events.close, get_tracer().close):
+            try:
+                close()
+            except OSError as error:  # the others may still be written
+                self.unwritten = error
 
     def report(self, error: BaseException | None, wall_s: float) -> int:
         """Summary, trace, report and closing words; returns the exit code."""
@@ -172,10 +189,14 @@ class _Launch:
         if self.recorder is not None and self.session is not None and self.session.run is not None:
             message = "" if error is None else f"{type(error).__name__}: {error}"
             summary = self.recorder.summary(self.session.run.window, self.session.sync, wall_s, message)
-            write_summary(self.folder, summary)
-            with contextlib.suppress(OSError):
-                merge_traces(self.folder.trace)
-            write_report(self.folder.path)
+            try:
+                write_summary(self.folder, summary)
+                with contextlib.suppress(OSError):
+                    merge_traces(self.folder.trace)
+                write_report(self.folder.path)
+            except OSError as unwritten:
+                _tell(f"the summary could not be written: {unwritten}", sys.stderr)
+                error = error or unwritten
             _tell("\n" + closing_words(summary, self.folder.path), sys.stdout)
         elif error is not None:
             _tell(f"error: {error}", sys.stderr)

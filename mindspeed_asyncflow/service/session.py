@@ -10,31 +10,33 @@ from mindspeed_asyncflow.config.feasibility import own_replicas
 from mindspeed_asyncflow.errors import WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.service import wiring
-from mindspeed_asyncflow.service.starting import Starting
+from mindspeed_asyncflow.service.saving import Saving
 from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.job import Crew
 from mindspeed_asyncflow.workflow.run import Run
 from mindspeed_asyncflow.workflow.weight_sync import expected_of
 
 
-class Session(Starting):
+class Session(Saving):
     # ---- the run -----------------------------------------------------------------------------------------------------
 
     async def prepare(self, say: Callable[[str], None]) -> None:
-        """Version 0: probe answers, the first publication, loaded and checked by all replicas, the first evaluation."""
+        """The first version, 0 or that of a checkpoint: probe answers, publication, loaded and checked by all replicas;
+        of a new run also the first evaluation."""
         say("checking weights of trainer and rollout")
         if self._probe is None:
             self._probe = await self._choose_probe(self.rollouts[min(self.replicas.up)])
         self.sync.probe = self._probe
-        starting = asyncio.gather(*(t.start(0, self.sync.probe) for t in self.trainers))
+        version = self.resumed.version
+        starting = asyncio.gather(*(t.start(version, self.sync.probe) for t in self.trainers))
         await self.within(starting, "the trainer ranks to begin")
         expected = expected_of(self.trainers)
         await self.within(asyncio.wait([expected]), "the trainer ranks to score the probe answers")
-        writing = asyncio.gather(*(t.published(0) for t in self.trainers))
+        writing = asyncio.gather(*(t.published(version) for t in self.trainers))
         shards = await self.within(writing, "the trainer ranks to publish the starting weights")
         self.sync.publish(shards, expected)
         await self.bring_all_up()
-        if self.config.evaluation.prompts and self.prompts.heldout:
+        if self.resumed.state is None and self.config.evaluation.prompts and self.prompts.heldout:
             say("evaluating held-out prompts")
             await self.evaluate()
 
@@ -42,7 +44,7 @@ class Session(Starting):
         assert self.dock is not None
         late = [i for i in self.replicas.remotes if i not in self.rollouts]
         workers = (dict(self.rollouts), self.scorer, self.references, self.trainers)
-        crew = Crew(*workers, wiring.leaders(self.config), set(late), self._end, self.critics)
+        crew = Crew(*workers, wiring.leaders(self.config), set(late), self._end, self.critics, self._comes_back)
         self.run = Run(
             self.config,
             self.dock,
@@ -55,6 +57,11 @@ class Session(Starting):
             turns=self.turns,
             events=self.events,
         )
+        if self.resumed.state is not None:
+            await self.run.restore(self.resumed.state, self.issue_of, self.resumed.held)
+            assert self.evaluation is not None
+            self.evaluation.resumed(self.resumed.version, self.run.job.spawn)
+        self.run.job.spawn(self.supervision.failure())
         for index in late:
             self.run.job.spawn(self._join_late(index))
         self.recorder.begin()
@@ -62,10 +69,11 @@ class Session(Starting):
             await self.run.train()
         finally:
             self.recorder.end()
+        await self.written()
 
     def _next_batch(self) -> list[Issue] | None:
         batch = next(self.stream, None)
-        return None if batch is None else [Issue(epoch, index, p.ids, p.truth, p.fields) for epoch, index, p in batch]
+        return None if batch is None else [self.issue_of(epoch, index) for epoch, index, _ in batch]
 
     async def bring_all_up(self) -> None:
         """Replicas with devices of their own, or where there are none, those that share them, in their turn, load the
@@ -88,16 +96,6 @@ class Session(Starting):
         """Measure the newest version; nothing is done where there is nothing to ask."""
         assert self.evaluation is not None, "evaluation follows start"
         await self.evaluation.between()
-
-    async def save(self, step: int) -> None:
-        """Trainer state and the policy as a Hugging Face folder."""
-        folder = self.folder.checkpoints / f"step_{step:06d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        extra = {"step": step, "data": self.stream.state(), "seed": self.config.run.seed}
-        async with self.turns.training():
-            saving = asyncio.gather(*(t.save(str(folder), extra) for t in [*self.trainers, *self.critics]))
-            await self.within(saving, "the trainer and critic ranks to save")
-        self.folder.point_hf(folder / "hf")
 
     @property
     def version(self) -> int:

@@ -21,6 +21,7 @@ from mindspeed_asyncflow.service.relays import Place, RelayOfRank, over_loopback
 from mindspeed_asyncflow.service.sides import Sides
 
 T = TypeVar("T")
+BESIDE_TRAINING = ("published", "finish_save")  # calls that a trainer rank answers while it trains
 CLOSE_S = 5.0  # workers get this long to close in order before they are killed
 
 
@@ -45,7 +46,7 @@ class Workers:
     def spawn_trainers(self, beside: int = 0) -> list[Remote]:
         """One process for each rank, on a device of its own; `beside`: threads for a second worker in it."""
         ranks = range(self.config.trainer.world_size)
-        options = {"aside": ("published",), "beside": beside, **self.sides.trainer()}
+        options = {"aside": BESIDE_TRAINING, "beside": beside, **self.sides.trainer()}
         return [self.spawn(f"trainer{r}", devices=1, **options) for r in ranks]
 
     def spawn_replica(self, index: int, devices: int, **options: Any) -> Remote:
@@ -53,7 +54,8 @@ class Workers:
 
     def spawn_critics(self) -> list[Remote]:
         """One process for each critic rank, on a device of its own; none without a critic."""
-        return [self.spawn(f"critic{r}", devices=1, **self.sides.critic()) for r in range(self.config.critic_size)]
+        options = {"aside": BESIDE_TRAINING, **self.sides.critic()}
+        return [self.spawn(f"critic{r}", devices=1, **options) for r in range(self.config.critic_size)]
 
     async def find_places(self, workers: Sequence[Remote], others: Mapping[str, Place], *, all_there: bool) -> None:
         """Where the workers run, by name, and the driver. `others`: places that are known already; `all_there`: no

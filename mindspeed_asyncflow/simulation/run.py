@@ -248,5 +248,5 @@ class Simulation:
         return {"neither trained nor dropped nor there": missing} if missing else {}
 
 
-async def _save_nothing(step: int) -> None:
+async def _save_nothing(step: int, last: bool = False) -> None:
     return None

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -184,3 +185,33 @@ class StepBook:
     def open_batches(self) -> Iterator[tuple[int, int]]:
         """(batch, open groups) for messages."""
         return iter(sorted(self._open.items()))
+
+    # ---- across a restart --------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """As JSON values, prompts by epoch and index. What the dock knows of the groups is not in it."""
+        groups = [[g, o.batch, o.issue.epoch, o.issue.prompt_index, o.left] for g, o in self._groups.items()]
+        return {"next_group": self.next_group, "epoch": self.epoch, "batches": self._batches, "groups": groups}
+
+    def restore(self, state: Mapping[str, Any], issue_of: Callable[[int, int], Issue]) -> dict[int, list[PromptRow]]:
+        """The groups that were open, with their rows, for whom the dock has lost; `add` them when the dock has them.
+
+        `issue_of(epoch, index)` gives a prompt.
+        """
+        self.next_group, self.epoch, self._batches = state["next_group"], state["epoch"], state["batches"]
+        rows = {}
+        for group, batch, epoch, index, left in state["groups"]:
+            issue = issue_of(epoch, index)
+            self._groups[group] = OpenGroup(batch, issue, left=left)
+            rows[group] = [self._row(group, member, issue) for member in range(self.group_size)]
+        return rows
+
+    def found(self, group_id: int, left: int, sampled: int | None, scored: bool) -> int:
+        """What the dock has of a restored group; returns how many samples fewer that is than the book had."""
+        opened = self._groups[group_id]
+        fewer = opened.left - left
+        opened.left, opened.sampled, opened.scored = left, sampled, scored
+        return fewer
+
+    def batch_of(self, group_id: int) -> int:
+        return self._groups[group_id].batch

@@ -138,6 +138,11 @@ class Evaluation:
             return
         self._task = spawn(self._beside(self._begin(version)))
 
+    def resumed(self, version: int, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
+        """The run goes on at `version`, which may have been due when its checkpoint was taken."""
+        if version not in [verdict.version for verdict in self.recorder.verdicts]:
+            self.published(version, spawn)
+
     async def ended(self) -> None:
         """Wait for an evaluation beside training; the watchdog of the run bounds this."""
         if self._task is not None:

@@ -14,7 +14,9 @@
                                [[oldest, newest]], rules, sums [replica]{name: value}
     finished    train          version, tokens, samples, applied, grad_norm, lr
     published   weight sync    version, fingerprint, checksums (8 hex digits per shard, in the relay table's order)
-    resumed     service        ledger (its position in the checkpoint), version, checkpoint
+    cut         service        version: of the checkpoint whose state this is
+    saved       service        version: its checkpoint is complete
+    resumed     service        as begun, and ledger (its position in the checkpoint), version, checkpoint
     restored    run            open [group]: what the run goes on with
     ended       run            open [group]: neither trained nor dropped
 
@@ -56,6 +58,9 @@ class NoEvents:
         """Notes that the ledger has been given so far, those included that are not on disk yet; 0 without a ledger."""
         return 0
 
+    def flush(self) -> None:
+        """The event log has what was noted so far."""
+
     def settle(self) -> None:
         """Wait until the ledger is on disk. Raises `LedgerError` where it cannot be written."""
 
@@ -66,7 +71,7 @@ class Told(NoEvents):
     """Gives every note to the ledger, and to the event log where there is one."""
 
     def __init__(self, ledger: Ledger, log: EventLog | None) -> None:
-        self.ledger = ledger
+        self.ledger, self.log = ledger, log
         self.sinks: list[Ledger | EventLog] = [ledger] if log is None else [ledger, log]
 
     def position(self) -> int:
@@ -80,8 +85,8 @@ class Told(NoEvents):
             sink.note(kind, **fields)
 
     def flush(self) -> None:
-        for sink in self.sinks:
-            sink.flush()
+        if self.log is not None:
+            self.log.flush()
 
     def close(self) -> None:
         for sink in self.sinks:

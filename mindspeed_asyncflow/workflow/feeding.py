@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from mindspeed_asyncflow.observe.trace import get_tracer
 from mindspeed_asyncflow.workflow.book import Issue
@@ -17,15 +18,17 @@ class Feeder:
         self._left: list[Issue] = []  # taken from the data and not issued yet
         self._replaced: dict[int, int] = {}  # prompts that the running step has issued in place of dropped groups
         self.taken = 0  # groups that the running step has trained so far
+        self.next_batch = 0  # whose prompts are taken from the data next
 
     async def feed_loop(self) -> None:
         """One batch at a time, as far ahead as the window allows."""
         job = self.job
-        for batch in range(job.config.trainer.steps):
+        while (batch := self.next_batch) < job.config.trainer.steps:
             await job.window.wait_to_issue(batch)
             issues = self._take(self._size())
             if issues is None:
                 break
+            self.next_batch += 1
             await self.put(batch, issues)
         job.book.end()
 
@@ -89,3 +92,13 @@ class Feeder:
         self._replaced = {step: self._replaced.get(step, 0) + len(issues)}  # earlier steps are over
         await self.put(step, issues)
         return True
+
+    def state(self) -> dict[str, Any]:
+        """Between two steps, as JSON values; the position of the data itself is not in it."""
+        left = [[issue.epoch, issue.prompt_index] for issue in self._left]
+        return {"next_batch": self.next_batch, "left": left, "replaced": list(self._replaced.items())}
+
+    def restore(self, state: Mapping[str, Any], issue_of: Callable[[int, int], Issue]) -> None:
+        self.next_batch = state["next_batch"]
+        self._left = [issue_of(epoch, index) for epoch, index in state["left"]]
+        self._replaced = dict(state["replaced"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -20,40 +20,22 @@ from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.trace import get_tracer
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter, SampleText
 from mindspeed_asyncflow.workflow.book import StepBook
+from mindspeed_asyncflow.workflow.busy import BusyClock
 from mindspeed_asyncflow.workflow.conversing import Tally
 from mindspeed_asyncflow.workflow.score_worker import ScoreReport
 from mindspeed_asyncflow.workflow.staleness import StalenessWindow
 from mindspeed_asyncflow.workflow.train_worker import ChunkReport, FinishReport
 from mindspeed_asyncflow.workflow.turns import Turns
-from mindspeed_asyncflow.workflow.verdict import Verdict, of_run
+from mindspeed_asyncflow.workflow.verdict import Verdict, of_run, verdict_of
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync
 from mindspeed_asyncflow.workflow.workers import RolloutReport
 
-
-class BusyClock:
-    """Seconds that each side spent working, also in the middle of a piece of work."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._total: defaultdict[str, float] = defaultdict(float)
-        self._since: dict[str, float] = {}
-        self._depth: Counter[str] = Counter()  # a replica may load weights while it answers
-
-    @contextlib.contextmanager
-    def __call__(self, side: str) -> Iterator[None]:
-        self._depth[side] += 1
-        if self._depth[side] == 1:
-            self._since[side] = self._clock()
-        try:
-            yield
-        finally:
-            self._depth[side] -= 1
-            if not self._depth[side]:
-                self._total[side] += self._clock() - self._since.pop(side)
-
-    def seconds(self, side: str) -> float:
-        running = self._clock() - self._since[side] if side in self._since else 0.0
-        return self._total[side] + running
+# What a run that goes on needs of the steps before, and of the part of a step that lies before its checkpoint.
+KEPT = (
+    *("last_step_s", "rewards", "steps", "skipped", "note", "masked_tokens", "_trained_tokens", "_step_rewards"),
+    *("_scores", "_zero_std", "_lag_oldest", "_lag_newest", "_abstained", "_unfinished", "_masked_tokens"),
+    *("_masked_rows", "_generated_tokens", "_tokens", "_pending_eval", "_critic"),
+)
 
 
 class StepRecorder:
@@ -92,6 +74,7 @@ class StepRecorder:
         self._abstained = self._unfinished = self._masked_tokens = self._masked_rows = 0
         self.masked_tokens = 0  # of the whole run
         self._generated_tokens = self._tokens = self._trained_tokens = 0
+        self._loop_s = 0.0  # that the loops ran before this process
         self.started = self._mark = self.clock()
         self._busy_mark: dict[str, float] = dict.fromkeys(self.sides, 0.0)
         self._there = dict.fromkeys(self.sides, self.started)  # since when each side counts
@@ -335,7 +318,7 @@ class StepRecorder:
 
     def summary(self, window: StalenessWindow, sync: WeightSync, wall_s: float, error: str = "") -> dict[str, Any]:
         """What `summary.json` holds; `reward_last` is the mean of the last ten steps."""
-        loop_s = self.ended - self.started
+        loop_s = self._loop_s + self.ended - self.started
         last = self.rewards[-10:]
         busy = {s: self.ended_busy[s] - self.started_busy[s] for s in self.sides if s in self.ended_busy}
         idle = {s: max(0.0, 1 - busy[s] / max(1e-9, self.ended - self._there[s])) for s in busy}
@@ -366,6 +349,23 @@ class StepRecorder:
             "note": self.note,
             "error": error,
         }
+
+    def state(self) -> dict[str, Any]:
+        """As JSON values, between two steps."""
+        kept = {name: getattr(self, name) for name in KEPT}
+        sums = {"lags": list(self.lags.items()), "times": dict(self._times), "of_scorers": dict(self._of_scorers)}
+        told = {"talked": asdict(self._talked), "verdicts": [asdict(v) for v in self.verdicts]}
+        return kept | sums | told | {"loop_s": self._loop_s + self.clock() - self.started}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from where `state()` was taken; `begin` follows."""
+        for name in KEPT:
+            setattr(self, name, state[name])
+        self.lags = Counter({lag: count for lag, count in state["lags"]})
+        self._times, self._of_scorers = defaultdict(float, state["times"]), defaultdict(list, state["of_scorers"])
+        self._talked, self.verdicts = Tally(**state["talked"]), [verdict_of(v) for v in state["verdicts"]]
+        self._loop_s, self._parts = state["loop_s"], []
+        self.progress.resumed(self.steps)
 
 
 def explained_variance(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -33,14 +33,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import DeadlineExceeded, DockError, WorkerLost
 from mindspeed_asyncflow.workflow.answering import Answering
 from mindspeed_asyncflow.workflow.book import Issue
-from mindspeed_asyncflow.workflow.clock import now
+from mindspeed_asyncflow.workflow.checkpoint import Held
+from mindspeed_asyncflow.workflow.clock import in_time, now
 from mindspeed_asyncflow.workflow.dock_port import Dock
 from mindspeed_asyncflow.workflow.evaluating import Evaluation
 from mindspeed_asyncflow.workflow.events import NoEvents
@@ -48,12 +49,13 @@ from mindspeed_asyncflow.workflow.feeding import Feeder
 from mindspeed_asyncflow.workflow.job import Crew, Job
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.scoring import Scoring
-from mindspeed_asyncflow.workflow.training import Training
+from mindspeed_asyncflow.workflow.training import Save, Training
 from mindspeed_asyncflow.workflow.turns import NoTurns, Turns
 from mindspeed_asyncflow.workflow.valuing import Valuing
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync
 
 CANCEL_AGAIN_S = 1.0
+SEAL_S = 5.0  # a pair that does not come back is not waited for longer
 
 
 class Run:
@@ -68,7 +70,7 @@ class Run:
         sync: WeightSync,
         recorder: StepRecorder,
         evaluation: Evaluation | None,
-        save: Callable[[int], Awaitable[None]],
+        save: Save,
         *,
         turns: Turns | None = None,
         events: NoEvents | None = None,
@@ -102,8 +104,8 @@ class Run:
             left = set(self._tasks)
             for task in left:
                 task.cancel()
-            with contextlib.suppress(DockError, WorkerLost):  # wakes the claims that still wait
-                await self.dock.seal()
+            with contextlib.suppress(DockError, WorkerLost, asyncio.TimeoutError):  # wakes the claims that still wait
+                await in_time(self.dock.seal(), SEAL_S)
             while left:
                 _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
                 for task in left:  # a wait that ended in the same moment may have eaten the first one
@@ -111,6 +113,40 @@ class Run:
         if self._failed.done():
             self._failed.result()
         self.job.events.note("ended", open=self.book.open_groups())
+
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on from here needs of this driver, as JSON values; between two steps."""
+        job, book = self.job, self.book
+        window = self.window.state()
+        # Groups on their way into the dock are in the book, and are put by whoever goes on.
+        window["issued"] += (len(book.open_groups()) - book.count()) * book.group_size
+        bad = {"trainer": self.training.bad_steps, "critic": self.valuing.bad_steps}
+        sync = {"gap_max": job.sync.gap_max, "unmoved": job.sync.unmoved, "share": job.sync.unchanged_share}
+        parts = {"book": book.state(), "feeder": self.feeder.state(), "recorder": job.recorder.state()}
+        return {"window": window, "bad_steps": bad, "sync": sync} | parts
+
+    async def restore(
+        self, state: Mapping[str, Any], issue_of: Callable[[int, int], Issue], held: Mapping[int, Held]
+    ) -> None:
+        """Go on from `state`, before `train`. `issue_of(epoch, index)` gives a prompt; `held`: what the dock has of the
+        groups that are open there, and it has no others. Groups that it has lost are put again."""
+        self.window.restore(state["window"])
+        self.feeder.restore(state["feeder"], issue_of)
+        self.training.bad_steps, self.valuing.bad_steps = state["bad_steps"]["trainer"], state["bad_steps"]["critic"]
+        sync = self.job.sync
+        sync.gap_max = max(sync.gap_max, state["sync"]["gap_max"])
+        sync.unmoved, sync.unchanged_share = state["sync"]["unmoved"], state["sync"]["share"]
+        self.job.step = self.window.version
+        rows = self.book.restore(state["book"], issue_of)
+        if missing := [rows[group] for group in rows if group not in held]:
+            await self.dock.put_groups(missing)
+        for group, of_group in rows.items():
+            found = held.get(group, Held(len(of_group)))
+            if fewer := self.book.found(group, found.samples, found.sampled, found.scored):
+                self.window.dropped["unscored"] += fewer
+                self.job.events.note("dropped", group=group, samples=fewer, reason="unscored")
+            self.book.add(self.book.batch_of(group), [of_group])
+        self.job.events.note("restored", open=self.book.open_groups())
 
     def join(self, index: int, worker: Any) -> None:
         """A replica is up (or up again) and answers from now on."""
@@ -140,6 +176,8 @@ class Run:
         job, limit = self.job, self.config.workflow.watchdog_s
         while True:
             await asyncio.sleep(limit / 20)
+            if job.crew.starting and (not job.crew.rollouts or self.config.workflow.max_lag == 0):
+                job.progressed()  # nobody can answer before a replica is up, which has a deadline of its own
             idle = now() - job.progress_at
             if idle > limit:
                 open_groups = ", ".join(f"step {b}: {n} groups" for b, n in job.book.open_batches())

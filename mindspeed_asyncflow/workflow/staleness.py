@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 
 class StalenessWindow:
@@ -35,6 +37,7 @@ class StalenessWindow:
         self.trained = 0  # samples
         self.dropped: Counter[str] = Counter()  # samples by reason
         self._opened = asyncio.Condition()
+        self._held = False
 
     @property
     def open(self) -> int:
@@ -55,7 +58,16 @@ class StalenessWindow:
     async def wait_to_issue(self, batch: int) -> None:
         """Wait until `batch` may be issued; what unblocks it is `publish`."""
         async with self._opened:
-            await self._opened.wait_for(lambda: self.may_issue(batch))
+            await self._opened.wait_for(lambda: self.may_issue(batch) and not self._held)
+
+    def hold(self) -> None:
+        """Nothing is issued until `release`."""
+        self._held = True
+
+    async def release(self) -> None:
+        async with self._opened:
+            self._held = False
+            self._opened.notify_all()
 
     async def wait_published(self, version: int) -> None:
         """Wait until replicas can load `version`; what unblocks it is `publish`."""
@@ -75,3 +87,13 @@ class StalenessWindow:
         async with self._opened:
             self.published = version
             self._opened.notify_all()
+
+    def state(self) -> dict[str, Any]:
+        """As JSON values. What replicas can load is not in it: a run that goes on publishes `version` first."""
+        counts = {"issued": self.issued, "trained": self.trained, "dropped": dict(self.dropped)}
+        return {"version": self.version} | counts
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.version = self.published = int(state["version"])
+        self.issued, self.trained = int(state["issued"]), int(state["trained"])
+        self.dropped = Counter(state["dropped"])

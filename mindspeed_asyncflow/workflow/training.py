@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,6 +29,12 @@ from mindspeed_asyncflow.workflow.job import Job
 from mindspeed_asyncflow.workflow.train_worker import ChunkRules, FinishReport
 from mindspeed_asyncflow.workflow.valuing import Valuing
 from mindspeed_asyncflow.workflow.weight_sync import expected_of
+
+
+class Save(Protocol):
+    """Takes a checkpoint of the state between two steps; the files may be written after it returns."""
+
+    async def __call__(self, step: int, last: bool = False) -> None: ...
 
 
 @dataclass(slots=True)
@@ -47,7 +53,7 @@ class Training:
         feeder: Feeder,
         stop_answering: Callable[[], Awaitable[None]],
         evaluation: Evaluation | None,
-        save: Callable[[int], Awaitable[None]],
+        save: Save,
         valuing: Valuing,
     ) -> None:
         self.valuing = valuing
@@ -68,7 +74,7 @@ class Training:
     async def train_loop(self) -> None:
         """Accumulate a batch in chunks as groups become ready, then one optimizer step."""
         job = self.job
-        for step in range(job.config.trainer.steps):
+        for step in range(job.window.version, job.config.trainer.steps):
             job.step, self.feeder.taken = step, 0
             if not await job.book.wait_for_batch(step) and not job.book.count():
                 job.recorder.data_ended(step)
@@ -88,6 +94,7 @@ class Training:
         await job.window.wait_published(job.window.version)
         if self.evaluation is not None:
             await self.evaluation.ended()
+        await self.save(job.window.version, last=True)
 
     async def _whole_step(self, step: int) -> list[Claim]:
         claims = []
@@ -127,6 +134,8 @@ class Training:
         optim = self.finish[0].optim
         job.events.note("finished", version=step + 1, tokens=tokens, samples=sums.sequences, optim=optim)
         self._count_bad(self.finish[0])
+        if self._is_saved(step + 1) and job.config.workflow.max_lag == 0:
+            job.window.hold()  # nothing of the next batch is in the checkpoint: who goes on from it repeats every bit
         job.window.advance(step + 1)
         job.window.trained += sums.samples
         self.feeder.taken = 0
@@ -301,13 +310,18 @@ class Training:
             )
 
     async def _after_step(self, step: int) -> None:
-        config, job = self.job.config, self.job
-        evaluation, save_every = self.evaluation, config.trainer.save_every
+        job, evaluation = self.job, self.evaluation
         if evaluation is not None and evaluation.is_due(step + 1) and not evaluation.beside:
             await job.window.wait_published(step + 1)
             await evaluation.between()
-        if save_every and (step + 1) % save_every == 0 and step + 1 < config.trainer.steps:
+        if self._is_saved(step + 1):
             await self.save(step + 1)
+            await job.window.release()
+
+    def _is_saved(self, version: int) -> bool:
+        """Whether there is a checkpoint of `version` in the middle of the run."""
+        t = self.job.config.trainer
+        return bool(t.save_every and version % t.save_every == 0 and version < t.steps)
 
 
 def part_of(claim: Claim, chosen: np.ndarray) -> Claim:

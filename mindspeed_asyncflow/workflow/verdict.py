@@ -82,6 +82,12 @@ class Verdict:
         return head | self.figures.plain() | {"sources": {name: f.plain() for name, f in self.sources.items()}}
 
 
+def verdict_of(values: Mapping[str, Any]) -> Verdict:
+    """From what `dataclasses.asdict` made of one."""
+    sources = {name: Figures(**f) for name, f in values["sources"].items()}
+    return Verdict(**{**values, "figures": Figures(**values["figures"]), "sources": sources})
+
+
 def judge(
     version: int,
     temperature: float,

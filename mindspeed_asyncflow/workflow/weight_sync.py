@@ -80,9 +80,12 @@ class WeightSync:
         events: NoEvents | None = None,
         patience_s: float | None = None,
         hangs: Callable[[int, WorkerLost], None] = lambda index, error: None,
+        carry: Callable[[int, WeightManifest], Coroutine[Any, Any, UpdateReport]] | None = None,
     ) -> None:
-        """`patience_s`: a replica that takes longer for one call hangs, which `hangs` is told (None: no deadline)."""
+        """`patience_s`: a replica that takes longer for one call hangs, which `hangs` is told (None: no deadline).
+        `carry`: brings a version into a replica, where that does not load it by itself."""
         self.patience_s, self.hangs = patience_s, hangs
+        self.carry = carry or (lambda index, manifest: self._replica(index).load(manifest))
         self.replicas, self.update, self.keep, self.busy = list(replicas), update, keep, busy
         self.events = events or NoEvents()
         self.relay, self.table = relay, table_from_text(table)
@@ -97,7 +100,7 @@ class WeightSync:
         self._turns = 0  # that load or wait for the turn
         self._since: dict[object, tuple[int, int]] = {}  # running batches: replica, and its version at the beginning
         self._loading: dict[int, tuple[int, float]] = {}  # version and begin of running loads
-        self._unmoved = 0
+        self.unmoved = 0
         self.unchanged_share = self.publish_s = 0.0  # of the newest version: share of its bytes, slowest rank's time
         self.gap_max = 0.0  # nat, over the whole run
         self.new_step()
@@ -137,16 +140,16 @@ class WeightSync:
     def _check_moved(self, before: WeightManifest, now: WeightManifest, optim: OptimReport) -> None:
         stepped = optim.applied and optim.grad_norm > 0 and optim.lr > 0
         if not stepped or now.fingerprint != before.fingerprint:
-            self._unmoved = 0
+            self.unmoved = 0
             return
-        self._unmoved += 1
+        self.unmoved += 1
         said = (
             f"version {now.version} has the same bytes as version {before.version}, although the optimizer took a step "
             f"(gradient norm {optim.grad_norm:.3g}, rate {optim.lr:.3g})"
         )
-        if self._unmoved >= self.unmoved_limit:
+        if self.unmoved >= self.unmoved_limit:
             raise WeightSyncError(
-                f"weights do not move: {said}, {self._unmoved} in a row; the step is too small for model.dtype (raise "
+                f"weights do not move: {said}, {self.unmoved} in a row; the step is too small for model.dtype (raise "
                 "trainer.lr), or what is published is not what is trained"
             )
         get_logger("weights").warning("%s: a step this small rounds away; trainer.lr may be too low", said)
@@ -276,7 +279,7 @@ class WeightSync:
         began = now()
         self._loading[index] = (manifest.version, began)
         try:
-            report = await self.in_time(index, self._replica(index).load(manifest), "weights loaded")
+            report = await self.in_time(index, self.carry(index, manifest), "weights loaded")
         except WeightSyncError as error:
             newest = self.newest.version
             if newest - manifest.version < self.keep - 1:
