@@ -6,7 +6,7 @@ replica. None knows Ray, the dock or the loops. All arrays that cross these inte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -122,6 +122,15 @@ class EngineCaps:
     notes: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Somebody who wants to know what running answers have, before they end: `take` gets all that have grown, about
+    every `every_s` seconds, with finish_reason "running", in the thread that iterates over the answers."""
+
+    every_s: float
+    take: Callable[[list[Completion]], None]
+
+
 class RolloutEngine(Protocol):
     """One replica of a rollout engine. Thread-safe; `generate` may be called while other calls run.
 
@@ -132,7 +141,9 @@ class RolloutEngine(Protocol):
 
     def capabilities(self) -> EngineCaps: ...
 
-    def generate(self, requests: Sequence[GenRequest], timeout_s: float) -> Iterator[Completion]:
+    def generate(
+        self, requests: Sequence[GenRequest], timeout_s: float, stream: Stream | None = None
+    ) -> Iterator[Completion]:
         """Admit all requests as one batch and yield each answer as soon as it is complete.
 
         Blocks the calling thread only. Requests that arrive while the engine is paused wait for `resume`.

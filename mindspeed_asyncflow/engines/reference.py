@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,6 +166,11 @@ class ReferenceBackend:
 
     def progress(self) -> dict[str, int]:
         return {row.request.request_id: len(row.token_ids) for row in self._rows()}
+
+    def sampled(self, since: Mapping[str, int]) -> list[Finished]:
+        rows = [row for row in self._rows() if row.request.request_id in since]
+        begun = [(row, since[row.request.request_id]) for row in rows]
+        return [Finished(r.request.request_id, r.token_ids[n:], r.logprobs[n:], "running") for r, n in begun]
 
     def abort(self, request_ids: Sequence[str]) -> list[Finished]:
         wanted = set(request_ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ class Finished:
     request_id: str
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    reason: str  # stop | length | abort | error
+    reason: str  # stop | length | abort | error; running: it has not left
 
 
 class WantedWeight(NamedTuple):
@@ -51,6 +51,10 @@ class StepBackend(Protocol):
 
     def progress(self) -> dict[str, int]:
         """Tokens sampled since admission, for each unfinished request."""
+        ...
+
+    def sampled(self, since: Mapping[str, int]) -> list[Finished]:
+        """What unfinished requests have sampled since admission, without the first so many tokens; they go on."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> list[Finished]:

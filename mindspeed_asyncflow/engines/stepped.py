@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from mindspeed_asyncflow.engines import lifecycle as states
-from mindspeed_asyncflow.engines.base import EngineCaps
+from mindspeed_asyncflow.engines.base import EngineCaps, Stream
 from mindspeed_asyncflow.engines.calls import CallQueue
 from mindspeed_asyncflow.engines.lifecycle import Lifecycle
 from mindspeed_asyncflow.engines.step_backend import Finished, StepBackend, WantedWeight
@@ -77,7 +77,9 @@ class SteppedEngine:
     def state(self) -> str:
         return self._life.state
 
-    def generate(self, requests: Sequence[GenRequest], timeout_s: float) -> Iterator[Completion]:
+    def generate(
+        self, requests: Sequence[GenRequest], timeout_s: float, stream: Stream | None = None
+    ) -> Iterator[Completion]:
         """See `RolloutEngine.generate`. This call hands the requests over, not the first `next` of its iterator.
 
         The iterator raises `DeadlineExceeded` when `timeout_s` ends first; unfinished requests are aborted then, and
@@ -88,7 +90,7 @@ class SteppedEngine:
         for request in requests:
             check_request(request)
             self._backend.check(request)
-        ticket = Ticket(requests)
+        ticket = Ticket(requests, stream)
         self._books.open(ticket)
         try:
             self._calls.post(lambda: self._receive(ticket))
@@ -223,6 +225,8 @@ class SteppedEngine:
         self._calls.run_all()
         if self._running and self._life.state == states.RUNNING:
             self._finish(self._backend.step())
+            if since := self._books.due(time.monotonic()):
+                self._books.show(self._backend.sampled(since), self._life.version, self._life.fingerprint)
         if self._draining is not None and not self._running:
             drained, self._draining = self._draining, None
             self._life.pause()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from mindspeed_asyncflow.engines.base import Stream
 from mindspeed_asyncflow.engines.lifecycle import SpanTrack
 from mindspeed_asyncflow.engines.step_backend import Finished
 from mindspeed_asyncflow.errors import EngineError
@@ -15,15 +17,31 @@ from mindspeed_asyncflow.records import Completion, GenRequest
 
 
 class Ticket:
-    """One `generate` call: its unfinished requests and the mailbox of its answers."""
+    """One `generate` call: its unfinished requests and the mailbox of its answers, and of what `stream` is to get."""
 
-    def __init__(self, requests: Sequence[GenRequest]) -> None:
-        self.requests = tuple(requests)
+    def __init__(self, requests: Sequence[GenRequest], stream: Stream | None = None) -> None:
+        self.requests, self.stream = tuple(requests), stream
         self.open = {r.request_id for r in requests}
-        self._answers: queue.SimpleQueue[list[Completion] | BaseException] = queue.SimpleQueue()
+        self._shown = 0.0  # monotonic seconds
+        self._answers: queue.SimpleQueue[list[Completion] | _Running | BaseException] = queue.SimpleQueue()
 
     def put(self, answers: list[Completion] | BaseException) -> None:
         self._answers.put(answers)
+
+    def show(self, answers: list[Completion]) -> None:
+        """What unfinished requests have."""
+        self._answers.put(_Running(answers))
+
+    def is_due(self, now: float) -> bool:
+        """Whether the stream is to get something; asked and counted by the engine thread."""
+        if self.stream is None:
+            return False
+        if not self._shown:
+            self._shown = now
+        due = now >= self._shown + self.stream.every_s
+        if due:
+            self._shown = now
+        return due
 
     def collect(self, time_left: Callable[[], float]) -> Iterator[Completion]:
         """Answers as they come; raises `queue.Empty` when `time_left` is used up, or the error that was put."""
@@ -32,9 +50,18 @@ class Ticket:
             if isinstance(answers, BaseException):
                 self.open.clear()
                 raise EngineError(f"the engine broke while generating: {answers!r}") from answers
+            if isinstance(answers, _Running):
+                assert self.stream is not None
+                self.stream.take(answers.answers)
+                continue
             for answer in answers:
                 self.open.discard(answer.request_id)
                 yield answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    answers: list[Completion]
 
 
 class Books:
@@ -45,6 +72,7 @@ class Books:
         self._tickets: dict[str, Ticket] = {}
         self._tracks: dict[str, SpanTrack] = {}
         self._requests: dict[str, GenRequest] = {}
+        self._shown: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # ids and log-probs that a stream has got
 
     def open(self, ticket: Ticket) -> None:
         """Enter a new call. Raises `EngineError` if one of its ids is in use."""
@@ -81,6 +109,28 @@ class Books:
         for ticket, answers in per_ticket.items():
             ticket.put(answers)
 
+    def due(self, now: float) -> dict[str, int]:
+        """Requests of which a stream is to get something, and how many tokens since admission it has got of each."""
+        with self._lock:
+            tickets = [t for t in set(self._tickets.values()) if t.is_due(now)]
+            names = [r.request_id for t in tickets for r in t.requests if r.request_id in self._tickets]
+        return {n: len(self._shown[n][0]) - _resumed(self._requests[n]) if n in self._shown else 0 for n in names}
+
+    def show(self, sampled: Sequence[Finished], version: int, fingerprint: str) -> None:
+        """Give streams what is new of running requests, with all that they had before."""
+        per_ticket: dict[Ticket, list[Completion]] = {}
+        for part in sampled:
+            if part.token_ids:
+                name, request = part.request_id, self._requests[part.request_id]
+                before = self._shown.get(name) or _begun(request)
+                self._shown[name] = ids, logprobs = _joined(before, part)
+                track = self._tracks[name]
+                track.cut(version, len(ids), fingerprint)
+                answer = Completion(name, ids, logprobs, part.reason, tuple(track.spans), track.fingerprint)
+                per_ticket.setdefault(self._tickets[name], []).append(answer)
+        for ticket, answers in per_ticket.items():
+            ticket.show(answers)
+
     def fail_all(self, error: BaseException) -> None:
         """Every open call raises `error`."""
         with self._lock:
@@ -89,17 +139,26 @@ class Books:
 
     def _forget(self, request_id: str) -> None:
         del self._tickets[request_id], self._requests[request_id], self._tracks[request_id]
+        self._shown.pop(request_id, None)
 
     def _completion(self, done: Finished, version: int, fingerprint: str) -> Completion:
         request = self._requests[done.request_id]
-        ids = np.asarray(done.token_ids, dtype=np.int32)
-        logprobs = np.asarray(done.logprobs, dtype=np.float32)
-        if request.resume_ids is not None and request.resume_logprobs is not None:
-            ids = np.concatenate([request.resume_ids.astype(np.int32), ids])
-            logprobs = np.concatenate([request.resume_logprobs.astype(np.float32), logprobs])
+        ids, logprobs = _joined(_begun(request), done)
         track = self._tracks[done.request_id]
         track.cut(version, len(ids), fingerprint)
         return Completion(done.request_id, ids, logprobs, done.reason, tuple(track.spans), track.fingerprint)
+
+
+def _begun(request: GenRequest) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and log-probs that the answer had at admission."""
+    if request.resume_ids is None or request.resume_logprobs is None:
+        return np.empty(0, np.int32), np.empty(0, np.float32)
+    return request.resume_ids.astype(np.int32), request.resume_logprobs.astype(np.float32)
+
+
+def _joined(before: tuple[np.ndarray, np.ndarray], part: Finished) -> tuple[np.ndarray, np.ndarray]:
+    ids, logprobs = np.asarray(part.token_ids, dtype=np.int32), np.asarray(part.logprobs, dtype=np.float32)
+    return np.concatenate([before[0], ids]), np.concatenate([before[1], logprobs])
 
 
 def _resumed(request: GenRequest) -> int:

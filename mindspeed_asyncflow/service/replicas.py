@@ -1,4 +1,4 @@
-"""The rollout replicas of a run: those that it needs to start, those that come later, those that are lost."""
+"""The rollout replicas of a run: those that it needs to start, those that come later, those that replace lost ones."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ GRACE_S = 1.0  # child processes of a dead replica get this long to end by thems
 
 
 class Replicas:
-    """`remotes`: processes by index of the replica; `needed`: how many must be up before the run starts. `build` makes
-    the worker of a replica in its process. One that is silent for `heartbeat_s` is lost."""
+    """`spawn` asks for a process of a replica; `count`: replicas; `needed`: how many must be up before the run starts.
+    `build` makes the worker of a replica in its process. One that is silent for `heartbeat_s` is lost."""
 
     def __init__(
         self,
-        remotes: dict[int, Remote],
+        spawn: Callable[[int], Remote],
+        count: int,
         needed: int,
         limit_s: float,
         build: Callable[[int], Awaitable[Any]],
         heartbeat_s: float,
     ) -> None:
-        self.remotes, self.needed, self.limit_s, self.heartbeat_s = remotes, needed, limit_s, heartbeat_s
+        self.remotes = {index: spawn(index) for index in range(count)}
+        self.needed, self.limit_s, self.heartbeat_s = needed, limit_s, heartbeat_s
         self.places: dict[int, Place] = {}
         self.up: dict[int, Remote] = {}
         self.lost: Callable[[int, WorkerLost], None] = lambda index, error: None  # told of each that was up and died
-        self._build = build
+        self._spawn, self._build = spawn, build
         self._finding: dict[int, asyncio.Task[None]] = {}
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._watches: list[asyncio.Task[None]] = []
@@ -56,6 +58,14 @@ class Replicas:
     async def enough(self) -> None:
         """Wait until the needed ones are up. Raises what the first of too many failed with, or `DeadlineExceeded`."""
         await self._first(self._starting, self.up, "started")
+
+    def replace(self, index: int) -> None:
+        """A new process in place of one that is dead, or will be ended here; `later` waits for it."""
+        self.remotes[index].kill()
+        self._forget(index)
+        self.remotes[index] = self._spawn(index)
+        self._finding[index] = _begun(self._find(index))
+        self._starting[index] = _begun(self._start(index))
 
     async def later(self, index: int) -> None:
         """Wait until replica `index` is up. Raises what it will not come for; nobody waits for it any more then."""
@@ -103,11 +113,15 @@ class Replicas:
         try:
             await remote.watch(self.heartbeat_s)
         except WorkerLost as error:
-            self.up.pop(index, None)
-            self.places.pop(index, None)
-            if index in self._belongings:
-                asyncio.get_running_loop().run_in_executor(None, _sweep, *self._belongings.pop(index))
-            self.lost(index, error)
+            if self.remotes[index] is remote:  # else it is known, and another process has its place
+                self._forget(index)
+                self.lost(index, error)
+
+    def _forget(self, index: int) -> None:
+        self.up.pop(index, None)
+        self.places.pop(index, None)
+        if index in self._belongings:
+            asyncio.get_running_loop().run_in_executor(None, _sweep, *self._belongings.pop(index))
 
     def close(self) -> None:
         """From now on nothing that ends is a loss."""

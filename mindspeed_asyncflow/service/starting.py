@@ -33,6 +33,7 @@ from mindspeed_asyncflow.service.mirrors import Mirrors
 from mindspeed_asyncflow.service.placement import nodes
 from mindspeed_asyncflow.service.relays import plan_relays
 from mindspeed_asyncflow.service.replicas import Replicas
+from mindspeed_asyncflow.service.supervision import Supervision
 from mindspeed_asyncflow.service.workers import Workers
 from mindspeed_asyncflow.workflow.answering import GRACE_S
 from mindspeed_asyncflow.workflow.dock_port import ThreadDock
@@ -77,6 +78,8 @@ class Starting(Workers):
         self.evaluation: Evaluation | None = None  # as soon as workers are connected
         self._probe: list[tuple[np.ndarray, np.ndarray]] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
+        self._dead: dict[int, WorkerLost] = {}  # replicas that were up
+        self._joining: set[int] = set()  # those that are awaited
         self._watching: list[asyncio.Task[None]] = []
 
     async def start(self, say: Callable[[str], None]) -> None:
@@ -94,13 +97,19 @@ class Starting(Workers):
         self.references = [self.spawn("reference0", **self.sides.reference())] if config.algorithm.kl_coef > 0 else []
         self.critics = self.spawn_critics()
         self.scorer = self.spawn("scorer", concurrency=2)
-        limit_s = config.workflow.start_timeout_s
-        heartbeat_s = config.faults.heartbeat_s
-        self.replicas = Replicas(own, needed_replicas(config), limit_s, self._build_replica, heartbeat_s)
+        self.supervision = Supervision(config.faults, self.events.note)
+        self.replicas = Replicas(
+            lambda index: self.spawn_replica(index, config.rollout.tensor_parallel, concurrency=threads),
+            own_replicas(config),
+            needed_replicas(config),
+            config.workflow.start_timeout_s,
+            self._build_replica,
+            config.faults.heartbeat_s,
+        )
         self.replicas.lost = self._lost
         all_placed = await self.replicas.find()
         fixed = [*pairs, *ranks, *self.critics, *self.references, self.scorer]
-        known = {own[i].name: place for i, place in self.replicas.places.items()}
+        known = {f"rollout{i}": place for i, place in self.replicas.places.items()}
         await self.find_places(fixed, known, all_there=all_placed)
         addresses = await self.start_dock(pairs, secret)
         claimers = (config.rollout.replicas + sharing_replicas(config)) * config.workflow.lanes + 5
@@ -237,31 +246,60 @@ class Starting(Workers):
     # ---- replicas that come and go -----------------------------------------------------------------------------------
 
     async def _join_late(self, index: int) -> None:
-        """A replica that is not up yet joins the run when it is; without it the run goes on."""
+        """A replica that is not up yet, or is dead, joins the run when it is up; without it the run goes on."""
         assert self.run is not None
+        lost = self._dead.pop(index, None)
+        self._joining.add(index)
         try:
-            await self.replicas.later(index)
-            self.rollouts[index] = self.replicas.up[index]
-            await self.mirrors.need(index, self._replica_places())
+            if lost is None:
+                await self._up(index)
+            else:
+                await self.supervision.replace(f"rollout{index}", lost, lambda: self._up_again(index))
         except Exception as error:  # boundary: a warning, as long as the run has other replicas
             self.rollouts.pop(index, None)
             self.run.answering.failed_to_start(index, error)
             return
+        finally:
+            self._joining.discard(index)
         self.run.join(index, self.rollouts[index])
+
+    async def _up(self, index: int) -> None:
+        """Replica `index` is up, and knows how to get weights."""
+        await self.replicas.later(index)
+        self.rollouts[index] = self.replicas.up[index]
+        await self.mirrors.need(index, self._replica_places())
+        if index not in self.replicas.up:
+            raise WorkerLost(f"rollout{index} died as soon as it was up")
+
+    async def _up_again(self, index: int) -> None:
+        self.replicas.replace(index)
+        await self._up(index)
+
+    def _comes_back(self, index: int) -> bool:
+        """Whether a dead replica gets a new process; those on trainers' devices do not."""
+        again = self.supervision.restarts[f"rollout{index}"] < self.config.faults.max_restarts
+        return again and index in self.replicas.remotes
 
     def _lost(self, index: int, error: WorkerLost) -> None:
         """The process of a replica is dead."""
         self.rollouts.pop(index, None)
+        self._dead[index] = error
         self.turns.forget(index)
-        parts = [self._replace_mirror(index)]
-        if self.run is not None:
-            parts.append(self.run.answering.lost(index, error))
-        elif self.evaluation is not None:
+        part = self._go_on(index, error)
+        task = asyncio.ensure_future(part) if self.run is None else self.run.job.spawn(part)
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _go_on(self, index: int, error: WorkerLost) -> None:
+        """What a dead replica held goes to others, and a new process takes its place."""
+        if self.run is None and self.evaluation is not None:
             self.sync.retire(index)
-        for part in parts:
-            task = asyncio.ensure_future(part) if self.run is None else self.run.job.spawn(part)
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
+        await self._replace_mirror(index)
+        if self.run is None:  # it joins when the run begins
+            return
+        await self.run.answering.lost(index, error)
+        if self._comes_back(index) and index not in self._joining:
+            await self._join_late(index)
 
     async def _watch(self, index: int, remote: Remote) -> None:
         """A replica on lent devices."""

@@ -104,6 +104,7 @@ def _rollout_arguments(spec: WorkerSpec, name: str, tracer: Tracer) -> dict[str,
         tracer=tracer,
         partial_rounds=config.workflow.partial_rounds,
         group_size=config.algorithm.group_size,
+        stream_out_s=config.faults.stream_out_s if config.workflow.max_lag else None,
         conversation=_conversation(spec),
     )
 

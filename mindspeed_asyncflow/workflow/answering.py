@@ -4,13 +4,15 @@
     max_lag >= 1  a replica claims as soon as it is free; a fast one answers more
 
 The pool may change while the run goes on. A replica that joins gets a loop. One that leaves or dies gives back what it
-holds; others answer that, from the tokens that are in the dock already. Only when nobody is left, and nobody is still
-starting, the run ends.
+holds; others answer that, from the tokens that are in the dock already. With max_lag 0 it waits for the process that
+replaces a dead one, so that the seeds give the same answers. Only when nobody is left, and nobody is still starting,
+the run ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -18,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mindspeed_asyncflow.dock.client import Claim
-from mindspeed_asyncflow.errors import WorkerLost
+from mindspeed_asyncflow.errors import ClaimLost, DockError, WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.workflow.clock import in_time
 from mindspeed_asyncflow.workflow.job import Job
@@ -53,7 +55,7 @@ class Answering:
     def _start(self, index: int) -> None:
         job, w = self.job, self.job.config.workflow
         if w.max_lag == 0:
-            self._parcels[index] = asyncio.Queue()
+            self._parcels.setdefault(index, asyncio.Queue())
             loops = [self.parcel_loop(index)]
         else:
             loops = [self.claim_loop(index) for _ in range(w.lanes)]
@@ -82,16 +84,21 @@ class Answering:
 
     async def lost(self, index: int, error: WorkerLost) -> None:
         """A replica is dead. Raises `WorkerLost` when it was the last one and none is starting."""
-        if index not in self.job.crew.rollouts:
+        crew = self.job.crew
+        if index not in crew.rollouts:
             return
-        get_logger("rollout").warning("rollout%d is lost, the others go on: %s", index, error)
+        if crew.comes_back(index):
+            crew.starting.add(index)
+        rest = "the others go on" if len(crew.rollouts) > 1 else "answers wait for the next one"
+        get_logger("rollout").warning("rollout%d is lost, %s: %s", index, rest, error)
         await self._remove(index, "lost")
-        if not self.job.crew.rollouts and not self.job.crew.starting:
+        if not crew.rollouts and not crew.starting:
             raise WorkerLost(f"no rollout replica is left; the last one: {error}") from error
 
     def failed_to_start(self, index: int, error: Exception) -> None:
         """A replica that was expected will not come."""
         self.job.crew.starting.discard(index)
+        self._deal_again(index)
         get_logger("rollout").warning("rollout%d did not start, the others go on: %s", index, error)
         if not self.job.crew.rollouts and not self.job.crew.starting:
             raise WorkerLost(f"no rollout replica is left; the last one did not start: {error}") from error
@@ -107,9 +114,19 @@ class Answering:
         job.recorder.left(f"rollout{index}")
         held = await job.dock.forget_worker(f"rollout{index}")
         job.events.note(why, replica=index, claims=held)
+        if index not in job.crew.starting:
+            self._deal_again(index)
+        elif began := [g for g in self._holds.pop(index, []) if job.book.is_open(g)]:
+            later, self._parcels[index] = self._parcels[index], asyncio.Queue()
+            self._parcels[index].put_nowait((began, False))
+            while not later.empty():
+                self._parcels[index].put_nowait(later.get_nowait())
+
+    def _deal_again(self, index: int) -> None:
+        """max_lag 0: others answer what was dealt to a replica that does not come back."""
         if index in self._parcels:
             parcels, began = self._parcels.pop(index), self._holds.pop(index, [])
-            self._deal([g for g in began if job.book.is_open(g)], whole=False)
+            self._deal([g for g in began if self.job.book.is_open(g)], whole=False)
             while not parcels.empty():
                 self._deal(*parcels.get_nowait())
 
@@ -147,7 +164,7 @@ class Answering:
 
     def _deal(self, groups: list[int], whole: bool) -> None:
         """`whole`: none of these groups was answered in part, so a replica gets its share as one call."""
-        members = sorted(self.job.crew.rollouts)
+        members = sorted(self._parcels)
         for turn, index in enumerate(members):
             if mine := groups[turn :: len(members)]:
                 self._parcels[index].put_nowait((mine, whole))
@@ -161,7 +178,6 @@ class Answering:
             if whole:
                 claim = await job.claim("rollout", len(groups), worker=worker, group_ids=groups, at_least=len(groups))
                 await self.generate(index, claim)
-                continue
             while (
                 rest := await job.claim_now("rollout", len(groups), worker=worker, group_ids=groups, timeout_s=0.0)
             ) is not None and len(rest.rows):
@@ -215,8 +231,14 @@ class Answering:
 
     async def _answer(self, index: int, claim: Claim, since: int) -> None:
         job = self.job
-        with job.calling(f"rollout{index}", "generate"):
-            report = await self._in_time(index, job.crew.rollouts[index].generate(claim.claim_id, rows_of(claim)))
+        try:
+            with job.calling(f"rollout{index}", "generate"):
+                report = await self._in_time(index, job.crew.rollouts[index].generate(claim.claim_id, rows_of(claim)))
+        except ClaimLost as error:  # as with a dock pair that was started again: its rows are offered again
+            get_logger("rollout").warning("rollout%d begins again with what it had: %s", index, error)
+            with contextlib.suppress(DockError):
+                await job.dock.release(claim.claim_id)
+            return
         job.sync.check_served(index, since, report.served)
         job.recorder.generated(report)
         job.events.note(

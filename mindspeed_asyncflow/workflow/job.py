@@ -37,6 +37,7 @@ class Crew:
     starting: set[int] = field(default_factory=set)  # indices of replicas that may still join
     end: Callable[[int], None] = lambda index: None  # ends the process of a replica that answers nobody any more
     critics: list[Any] = field(default_factory=list)  # all critic ranks; none where no critic is trained
+    comes_back: Callable[[int], bool] = lambda index: False  # whether a dead replica will have a new process
 
 
 class Job:

@@ -6,7 +6,8 @@ M. So a round that its budget ends leaves Q, 2Q, ... tokens, and the last one M:
 often the answer is interrupted in between (a stop, a device that is taken back, repacking).
 
 An unfinished answer keeps its tokens, their log-probabilities and version spans in renewable columns of its row. The
-row is released and may go on at any replica, at any later version.
+row is released and may go on at any replica, at any later version. While an answer runs its worker puts what it has
+into the same columns every `faults.stream_out_s`, so that it goes on elsewhere from there if the process dies.
 """
 
 from __future__ import annotations
@@ -104,6 +105,13 @@ def part_values(answers: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
+def shortened(answer: Completion) -> Completion:
+    """A complete answer of at least 2 tokens without its last one, as a part that can be continued."""
+    count = len(answer.token_ids) - 1
+    spans = [s if s.end <= count else VersionSpan(s.version, s.start, count) for s in answer.spans if s.start < count]
+    return replace(answer, token_ids=answer.token_ids[:count], logprobs=answer.logprobs[:count], spans=tuple(spans))
+
+
 class Tray:
     """Complete answers of one call until they are committed, `units` at a time.
 
@@ -133,6 +141,10 @@ class Tray:
                 self._ready += self._waiting.pop(group)
                 self._count += 1
         return self.rest() if self._count >= self._units else []
+
+    def waiting(self) -> list[Completion]:
+        """Complete answers that are not committed yet."""
+        return [*self._ready, *(a for answers in self._waiting.values() for a in answers)]
 
     def rest(self) -> list[Completion]:
         """All that is ready, whatever the number of units. At the end of a call nothing else is left."""

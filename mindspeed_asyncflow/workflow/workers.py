@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_asyncflow.dock.client import DockClient
-from mindspeed_asyncflow.engines.base import RolloutEngine
+from mindspeed_asyncflow.engines.base import RolloutEngine, Stream
 from mindspeed_asyncflow.errors import DeadlineExceeded, EngineError, WeightSyncError
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.records import Completion, GenRequest, SamplingSpec, UpdateReport, WeightManifest
@@ -31,6 +31,7 @@ from mindspeed_asyncflow.workflow.partial import (
     part_values,
     request_of,
     resumed_tokens,
+    shortened,
     versions_of,
     whole_values,
 )
@@ -107,7 +108,8 @@ class RolloutWorker:
     """One rollout replica: the engine and its way into the dock.
 
     `partial_rounds`: see `workflow/partial.py`. `group_size`: rows of a whole group, where calls may get parts of one.
-    `conversation`: an environment answers the model inside its rows; what is interrupted then starts again.
+    `stream_out_s`: so often the tokens of running answers go into the dock, from where others continue them if this
+    process dies. `conversation`: an environment answers the model inside its rows; what is interrupted starts again.
     """
 
     def __init__(
@@ -123,11 +125,12 @@ class RolloutWorker:
         tracer: Tracer,
         partial_rounds: int | None = None,
         group_size: int | None = None,
+        stream_out_s: float | None = None,
         conversation: Conversation | None = None,
     ) -> None:
         self.engine, self.dock, self.sampling, self.name = engine, dock, sampling, name
         self.seed, self.commit_groups, self.timeout_s = seed, commit_groups, timeout_s
-        self.partial_rounds, self.group_size = partial_rounds, group_size
+        self.partial_rounds, self.group_size, self.stream_out_s = partial_rounds, group_size, stream_out_s
         self.tracer, self.conversation = tracer, conversation
         self.mirror: tuple[RelayMirror, MirrorRoute] | None = None
         self._calls: dict[int, set[str]] = {}  # running `generate` calls -> their answers that have not ended
@@ -147,6 +150,8 @@ class RolloutWorker:
             requests = self._requests(batch)
             resumed = {r.request_id: resumed_tokens(r) for r in requests}
             tray = Tray(batch.rows, batch.group_ids, self.group_size, self.commit_groups)
+            kept = {name for name, count in resumed.items() if count}  # of which the dock has a part
+            stream = self._stream(claim_id, tray, kept)
             unfinished: list[Completion] = []
             served: set[tuple[int, str]] = set()
             samples = tokens = 0
@@ -154,7 +159,7 @@ class RolloutWorker:
             version = self.engine.version
             with (
                 self.tracer.span("rollout/generate", lane=self.name, version=version, rows=len(batch)),
-                contextlib.closing(self._answers(call, requests, tally)) as answers,
+                contextlib.closing(self._answers(call, requests, tally, stream)) as answers,
             ):
                 for answer in answers:
                     complete = self._is_complete(answer)
@@ -164,8 +169,8 @@ class RolloutWorker:
                         served.add((answer.spans[-1].version, answer.fingerprint))
                     if not complete:
                         unfinished.append(answer)
-                    self._commit(claim_id, tray.ended(answer, complete), resumed)
-                self._commit(claim_id, tray.rest(), resumed)
+                    self._commit(claim_id, tray.ended(answer, complete), kept)
+                self._commit(claim_id, tray.rest(), kept)
                 self._keep(claim_id, unfinished, resumed)
         rows = tuple(int(a.request_id) for a in unfinished)
         return RolloutReport(samples, tokens, time.perf_counter() - began, tuple(sorted(served)), rows, tally)
@@ -215,10 +220,12 @@ class RolloutWorker:
             for i, row in enumerate(batch.rows)
         ]
 
-    def _answers(self, call: int, requests: list[GenRequest], tally: Tally | None) -> Generator[Completion]:
+    def _answers(
+        self, call: int, requests: list[GenRequest], tally: Tally | None, stream: Stream | None
+    ) -> Generator[Completion]:
         """What the engine gives; a stop that came before it had the requests ends them at once."""
         if self.conversation is None or tally is None:
-            answers = self.engine.generate(requests, timeout_s=self.timeout_s)
+            answers = self.engine.generate(requests, timeout_s=self.timeout_s, stream=stream)
             if self._is_stopped(call):
                 self.engine.abort([r.request_id for r in requests])
         else:
@@ -261,10 +268,33 @@ class RolloutWorker:
             return answer.finish_reason in ("stop", "length")  # a reply that does not fit ends one before its budget
         return answer.finish_reason == "stop" or len(answer.token_ids) >= self.sampling.max_tokens
 
-    def _commit(self, claim_id: int, answers: Sequence[Completion], resumed: dict[str, int]) -> None:
-        """Complete answers into the dock: their rows are done. What was kept of a continued one goes in that call."""
+    def _stream(self, claim_id: int, tray: Tray, kept: set[str]) -> Stream | None:
+        """Puts what running answers have, and complete ones that wait for the rest of their group, into the dock. Of
+        those the last token is left out: whoever continues them ends them."""
+        if self.stream_out_s is None or self.conversation is not None:
+            return None
+        waiting: dict[str, int] = {}  # tokens of them that the dock has
+
+        def take(running: list[Completion]) -> None:
+            ended = [shortened(a) for a in tray.waiting() if len(a.token_ids) - 1 > waiting.get(a.request_id, 0)]
+            parts = [*running, *ended]
+            if not parts:
+                return
+            try:
+                self.dock.write(
+                    handles(parts), part_values(parts), claim_id=claim_id, versions=versions_of(parts), timeout_s=0.0
+                )
+            except DeadlineExceeded:  # no room now: complete answers come first
+                return
+            kept.update(a.request_id for a in parts)
+            waiting.update((a.request_id, len(a.token_ids)) for a in ended)
+
+        return Stream(self.stream_out_s, take)
+
+    def _commit(self, claim_id: int, answers: Sequence[Completion], kept: set[str]) -> None:
+        """Complete answers into the dock: their rows are done. What was `kept` of one goes in that call."""
         for continued in (False, True):
-            chosen = [a for a in answers if (resumed[a.request_id] > 0) == continued]
+            chosen = [a for a in answers if (a.request_id in kept) == continued]
             if chosen:
                 self.dock.write(
                     handles(chosen),

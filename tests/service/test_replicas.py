@@ -49,7 +49,9 @@ def no_ray(monkeypatch):
 
 
 async def started(processes, needed, limit_s=5.0):
-    made = Replicas(dict(enumerate(processes)), needed, limit_s, lambda index: processes[index].build(), 30.0)
+    made = Replicas(
+        processes.__getitem__, len(processes), needed, limit_s, lambda index: processes[index].build(), 30.0
+    )
     await made.find()
     made.start()
     await made.enough()

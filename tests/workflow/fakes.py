@@ -68,7 +68,7 @@ class FakeRollout:
         self.answers_at: list[float] = []
         self.stale_answers = 0  # so many of the next answers pretend that their first token came from version 0
 
-    def generate(self, requests, timeout_s):
+    def generate(self, requests, timeout_s, stream=None):
         first = self.version
         self.batch_versions.append(first)
         time.sleep(self.silent_s)

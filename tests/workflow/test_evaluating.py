@@ -40,7 +40,7 @@ class Watched(FakeRollout):
         self.evaluating: list[tuple[float, float]] = []
         self.kill = None
 
-    def generate(self, requests, timeout_s):
+    def generate(self, requests, timeout_s, stream=None):
         if requests[0].prompt_ids[0] < FIRST:
             yield from super().generate(requests, timeout_s)
             return
@@ -272,7 +272,7 @@ def test_prompts_are_taken_evenly_from_sources_that_may_have_fewer():
 
 def test_an_answer_of_another_version_ends_the_run(tmp_path):
     class Moved(Watched):
-        def generate(self, requests, timeout_s):
+        def generate(self, requests, timeout_s, stream=None):
             for answer in super().generate(requests, timeout_s):
                 moved = requests[0].prompt_ids[0] >= FIRST and self.version == 2
                 spans = (VersionSpan(0, 0, 1), *answer.spans[1:]) if moved else answer.spans

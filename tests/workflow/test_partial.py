@@ -301,12 +301,12 @@ def test_a_stop_that_comes_before_the_engine_has_the_rows_ends_them_too(dock, re
     one = replica()
     stopping = []
 
-    def generate(requests, timeout_s):
+    def generate(requests, timeout_s, stream):
         thread = threading.Thread(target=one.worker.stop)
         thread.start()
         stopping.append(thread)
         one.until(lambda: one.worker._stopped)
-        return type(one.engine).generate(one.engine, requests, timeout_s)
+        return type(one.engine).generate(one.engine, requests, timeout_s, stream)
 
     one.backend.permits = 0
     monkeypatch.setattr(one.engine, "generate", generate)

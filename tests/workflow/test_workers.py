@@ -24,7 +24,7 @@ class Aborting:
 
     version, state = 3, "DIRTY"
 
-    def generate(self, requests, timeout_s):
+    def generate(self, requests, timeout_s, stream=None):
         for request in requests:
             ids, spans = np.array([5], np.int32), (VersionSpan(3, 0, 1),)
             yield Completion(request.request_id, ids, np.zeros(1, np.float32), "abort", spans)

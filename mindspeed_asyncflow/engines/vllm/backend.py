@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,6 +209,10 @@ class VLLMBackend:
 
     def progress(self) -> dict[str, int]:
         return {row.request_id: len(row.token_ids) for row in self._rows.values()}
+
+    def sampled(self, since: Mapping[str, int]) -> list[Finished]:
+        rows = [(self._rows[self._ids[name]], n) for name, n in since.items() if name in self._ids]
+        return [Finished(row.request_id, row.token_ids[n:], row.logprobs[n:], "running") for row, n in rows]
 
     def abort(self, request_ids: Sequence[str]) -> list[Finished]:
         engine_ids = [self._ids.pop(i) for i in request_ids if i in self._ids]
