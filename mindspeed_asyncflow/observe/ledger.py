@@ -156,7 +156,7 @@ class Ledger:
 
 def connect(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=BUSY_S)
-    db.execute("PRAGMA journal_mode = TRUNCATE")  # a write-ahead log would need shared memory, which NFS has not
+    db.execute("PRAGMA journal_mode = DELETE")  # a write-ahead log would need shared memory, which NFS has not
     db.execute("PRAGMA synchronous = NORMAL")
     return db
 
