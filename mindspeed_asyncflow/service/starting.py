@@ -90,10 +90,6 @@ class Starting(Workers):
         threads = config.workflow.lanes + CALLS_BESIDE_ANSWERS
         pairs = [self.spawn(f"dock{i}") for i in range(config.dock.pairs)]
         ranks = self.spawn_trainers(beside=threads if self.in_place else 0)
-        own = {
-            i: self.spawn_replica(i, config.rollout.tensor_parallel, concurrency=threads)
-            for i in range(own_replicas(config))
-        }
         self.references = [self.spawn("reference0", **self.sides.reference())] if config.algorithm.kl_coef > 0 else []
         self.critics = self.spawn_critics()
         self.scorer = self.spawn("scorer", concurrency=2)
