@@ -12,7 +12,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -41,16 +41,17 @@ class DockServer:
     `port` 0 takes any free one; a busy port raises PlatformError. Every client must know `secret`. `max_rows` bounds
     the rows held at a time (0: only bytes count). `restart=True` goes on from the arena and journal at `arena_path`
     that a killed server has left; its clients go on too when it listens at the same address. `close()` ends the thread
-    and removes the arena; clients that wait then get an error at once.
+    and removes the arena; clients that wait then get an error at once. `failed` is told what else ended the thread.
     """
 
     def __init__(
         self, columns: Sequence[ColumnSpec], tasks: Sequence[TaskSpec], arena_mb: int = 64, lease_s: float = 120.0,
         host: str = "127.0.0.1", port: int = 0, secret: str | bytes = b"", arena_path: str | None = None,
         pair: int = 0, max_rows: int = 0, stall_s: float = _STALL_S, restart: bool = False,
+        failed: Callable[[BaseException], None] | None = None,
     ) -> None:  # fmt: skip
         self._secret = secret.encode() if isinstance(secret, str) else secret
-        self._stall_s = stall_s
+        self._stall_s, self._failed = stall_s, failed
         arguments.server(lease_s, max_rows, pair, host, self._secret)
         schema = Schema(columns, tasks)
         try:
@@ -148,6 +149,8 @@ class DockServer:
                 self._turn()
         except BaseException as error:  # boundary: the thread ends, and says why in `failure`
             self.failure = error
+            if self._failed is not None:
+                self._failed(error)
             raise
         finally:  # whatever happened, nobody must wait for an answer that cannot come
             for connection in list(self._connections.values()):

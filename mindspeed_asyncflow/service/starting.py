@@ -20,7 +20,6 @@ from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.data.prompts import PromptSet
 from mindspeed_asyncflow.data.stream import PromptStream
 from mindspeed_asyncflow.data.tokenizers import stop_token_ids
-from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.errors import WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.observe.run_folder import RunFolder
@@ -29,12 +28,12 @@ from mindspeed_asyncflow.platforms.devices import VISIBLE_ENV, visible_to
 from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.actors import BESIDE, Part, Remote
 from mindspeed_asyncflow.service.assignment import assign, rank_topology
+from mindspeed_asyncflow.service.keeping import Keeping
 from mindspeed_asyncflow.service.mirrors import Mirrors
 from mindspeed_asyncflow.service.placement import nodes
 from mindspeed_asyncflow.service.relays import plan_relays
 from mindspeed_asyncflow.service.replicas import Replicas
 from mindspeed_asyncflow.service.supervision import Supervision
-from mindspeed_asyncflow.service.workers import Workers
 from mindspeed_asyncflow.workflow.answering import GRACE_S
 from mindspeed_asyncflow.workflow.dock_port import ThreadDock
 from mindspeed_asyncflow.workflow.evaluating import Evaluation
@@ -49,7 +48,7 @@ PARTITION = "train"
 CALLS_BESIDE_ANSWERS = 5  # of one replica at a time: load, fetch, stop, count, evaluation
 
 
-class Starting(Workers):
+class Starting(Keeping):
     """Base of `Session`: from nothing to processes that are connected."""
 
     def __init__(
@@ -88,11 +87,11 @@ class Starting(Workers):
         self.home = assign(config, nodes())
         say("starting dock")
         threads = config.workflow.lanes + CALLS_BESIDE_ANSWERS
-        pairs = [self.spawn(f"dock{i}") for i in range(config.dock.pairs)]
+        self.pairs = [self.spawn(f"dock{i}") for i in range(config.dock.pairs)]
         ranks = self.spawn_trainers(beside=threads if self.in_place else 0)
-        self.references = [self.spawn("reference0", **self.sides.reference())] if config.algorithm.kl_coef > 0 else []
+        self.references = [self.spawn_reference(0)] if config.algorithm.kl_coef > 0 else []
         self.critics = self.spawn_critics()
-        self.scorer = self.spawn("scorer", concurrency=2)
+        self.scorer = self.spawn_scorer()
         self.supervision = Supervision(config.faults, self.events.note)
         self.replicas = Replicas(
             lambda index: self.spawn_replica(index, config.rollout.tensor_parallel, concurrency=threads),
@@ -104,16 +103,16 @@ class Starting(Workers):
         )
         self.replicas.lost = self._lost
         all_placed = await self.replicas.find()
-        fixed = [*pairs, *ranks, *self.critics, *self.references, self.scorer]
+        fixed = [*self.pairs, *ranks, *self.critics, *self.references, self.scorer]
         known = {f"rollout{i}": place for i, place in self.replicas.places.items()}
         await self.find_places(fixed, known, all_there=all_placed)
-        addresses = await self.start_dock(pairs, secret)
-        claimers = (config.rollout.replicas + sharing_replicas(config)) * config.workflow.lanes + 5
-        self.dock = ThreadDock(DockClient(addresses, secret, config.dock.wait_s), PARTITION, claimers)
+        addresses = await self.start_dock(self.pairs, secret)
         self.spec = wiring.WorkerSpec(
             config, self.model_folder, self.stop_ids, addresses, secret,
             str(self.folder.trace), str(self.folder.log), str(self.folder.events),
         )  # fmt: skip
+        claimers = (config.rollout.replicas + sharing_replicas(config)) * config.workflow.lanes + 5
+        self.dock = ThreadDock(wiring.dock_client(self.spec), PARTITION, claimers)
         say(self._who_starts())
         await self._start_workers(ranks, threads)
         await self._connect()
@@ -136,6 +135,8 @@ class Starting(Workers):
         others["scorer"] = self.scorer.build(wiring.build_scorer, spec)
         critics = self.start_critics(self.critics, spec)
         await asyncio.gather(self.in_time(others), self._start_ranks(ranks, threads), critics, self.replicas.enough())
+        self.scorer, self.references = self.keep_scorer(self.scorer), self.keep_references(self.references)
+        self.keep_pairs(self.pairs)
 
     async def _start_ranks(self, ranks: Sequence[Remote], threads: int) -> None:
         spec = self.spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, grpo_tasks
 from mindspeed_asyncflow.dock.server import DockServer
 from mindspeed_asyncflow.engines.base import RolloutEngine
-from mindspeed_asyncflow.observe.log import setup_logging
+from mindspeed_asyncflow.observe.log import get_logger, setup_logging
 from mindspeed_asyncflow.observe.trace import Tracer, configure
 from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.platforms.ports import HeldPort, hold_port
@@ -32,6 +33,7 @@ from mindspeed_asyncflow.workflow.score_worker import ReferenceWorker, ScoreWork
 from mindspeed_asyncflow.workflow.train_worker import TrainWorker
 from mindspeed_asyncflow.workflow.workers import RolloutWorker
 
+FROZEN_S = 15.0  # from the last answer of a process that freezes to its end, beyond `faults.heartbeat_s`
 IN_PLACE_BUCKET_BYTES = 64 << 20  # staging beside both shards while a replica is filled in place
 
 
@@ -59,8 +61,11 @@ def _enter(spec: WorkerSpec, name: str) -> Tracer:
     return configure(Path(spec.trace_folder), name, enabled=spec.config.observe.trace)
 
 
-def _dock(spec: WorkerSpec) -> DockClient:
-    return DockClient(spec.dock_addresses, spec.dock_secret, spec.config.dock.wait_s)
+def dock_client(spec: WorkerSpec) -> DockClient:
+    """One that waits for a pair that is started again. A frozen pair is killed before a call to it gives up."""
+    config = spec.config
+    wait_s = max(config.dock.wait_s, config.faults.heartbeat_s + FROZEN_S)
+    return DockClient(spec.dock_addresses, spec.dock_secret, wait_s, restart_s=config.workflow.start_timeout_s)
 
 
 def _engine_arguments(spec: WorkerSpec) -> dict[str, Any]:
@@ -89,7 +94,7 @@ def _rollout_arguments(spec: WorkerSpec, name: str, tracer: Tracer) -> dict[str,
     config = spec.config
     share = max(1, config.workflow.groups_per_step // config.rollout.replicas)
     return dict(
-        dock=_dock(spec),
+        dock=dock_client(spec),
         sampling=SamplingSpec(
             config.rollout.max_new_tokens,
             temperature=config.rollout.temperature,
@@ -142,7 +147,7 @@ def build_reference(spec: WorkerSpec, index: int) -> ReferenceWorker:
 
     temperature = spec.config.rollout.temperature  # the KL term compares with the policy at this temperature
     engine = ReferenceEngine(**_engine_arguments(spec), score_temperature=temperature)
-    return ReferenceWorker(engine, _dock(spec), name=name, tracer=tracer)
+    return ReferenceWorker(engine, dock_client(spec), name=name, tracer=tracer)
 
 
 def build_scorer(spec: WorkerSpec) -> ScoreWorker:
@@ -155,7 +160,7 @@ def build_scorer(spec: WorkerSpec) -> ScoreWorker:
         return decode_answers(tokenizer, [np.asarray(a) for a in answers], spec.stop_ids)
 
     pool = ScorerPool(spec.config.data, spec.config.reward)
-    return ScoreWorker(pool, _dock(spec), decode, spec.config, name="scorer", tracer=tracer)
+    return ScoreWorker(pool, dock_client(spec), decode, spec.config, name="scorer", tracer=tracer)
 
 
 def replica_of(config: Config, rank: int) -> int:
@@ -239,7 +244,7 @@ def build_critic(spec: WorkerSpec, rank: int, master: tuple[str, int]) -> Critic
     )
     return CriticWorker(
         engine,
-        _dock(spec),
+        dock_client(spec),
         config.algorithm,
         name=name,
         replica=replica_of(config, rank),
@@ -277,7 +282,7 @@ def _trainer_arguments(
     )
     return dict(
         engine=engine,
-        dock=_dock(spec),
+        dock=dock_client(spec),
         algorithm=config.algorithm,
         correction=config.correction,
         name=name,
@@ -357,8 +362,11 @@ class OneProcess:
         self.rollout.close()
 
 
-def build_pair(config: Config, secret: bytes, pair: int, arena_path: str, host: str) -> DockServer:
-    """Controller/warehouse pair number `pair`, which listens on `host`."""
+def build_pair(
+    config: Config, secret: bytes, pair: int, arena_path: str, host: str, port: int = 0, restart: bool = False
+) -> DockServer:
+    """Controller/warehouse pair number `pair`, which listens on `host`. `restart`: it goes on from what a dead one has
+    left at `arena_path`. The process ends when its thread fails, so that this is noticed."""
     a = config.algorithm
     return DockServer(
         GRPO_COLUMNS,
@@ -371,9 +379,16 @@ def build_pair(config: Config, secret: bytes, pair: int, arena_path: str, host: 
         arena_mb=config.dock.arena_mb,
         lease_s=config.dock.lease_s,
         host=host,
-        port=config.dock.port + pair if config.dock.port else 0,
+        port=port or (config.dock.port + pair if config.dock.port else 0),
         secret=secret,
         pair=pair,
         max_rows=config.dock.max_rows,
         arena_path=arena_path,
+        restart=restart,
+        failed=_end_process,
     ).start()
+
+
+def _end_process(error: BaseException) -> None:
+    get_logger("dock").error("the dock pair ends: %s: %s", type(error).__name__, error)
+    os._exit(1)

@@ -1,0 +1,82 @@
+"""How scorer, reference and dock pairs are started again when their process is lost (supervision.py says when).
+
+scorer, reference   a new process, which begins again with what the dead one held
+dock pair           a new process on the arena and the journal that the dead one has left in shared memory, at the same
+                    address: clients go on, rows are all there, claims are offered again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from mindspeed_asyncflow.service import wiring
+from mindspeed_asyncflow.service.actors import Remote
+from mindspeed_asyncflow.service.cleanup import shm_path
+from mindspeed_asyncflow.service.supervision import Kept, Supervision
+from mindspeed_asyncflow.service.workers import Workers
+from mindspeed_asyncflow.workflow.dock_port import ThreadDock
+
+
+class Keeping(Workers):
+    """Base of `Starting`."""
+
+    supervision: Supervision
+    spec: wiring.WorkerSpec
+    dock: ThreadDock | None = None
+    scorer: Any  # a `Remote` until it is built, then `Kept`
+    references: list[Any]  # the same
+
+    def spawn_scorer(self) -> Remote:
+        return self.spawn("scorer", concurrency=2)
+
+    def spawn_reference(self, index: int) -> Remote:
+        return self.spawn(f"reference{index}", **self.sides.reference())
+
+    def keep_scorer(self, scorer: Remote) -> Kept:
+        return self._keep(scorer, self.spawn_scorer, lambda new: new.build(wiring.build_scorer, self.spec))
+
+    def keep_references(self, references: Sequence[Remote]) -> list[Kept]:
+        return [self._keep_reference(i, reference) for i, reference in enumerate(references)]
+
+    def _keep_reference(self, index: int, reference: Remote) -> Kept:
+        return self._keep(
+            reference,
+            lambda: self.spawn_reference(index),
+            lambda new: new.build(wiring.build_reference, self.spec, index),
+        )
+
+    def keep_pairs(self, pairs: Sequence[Remote]) -> None:
+        for index, pair in enumerate(pairs):
+            self._keep_pair(index, pair)
+
+    def _keep_pair(self, index: int, pair: Remote) -> None:
+        name, spec = pair.name, self.spec
+        host, _, port = spec.dock_addresses[index].rpartition(":")
+        where = (index, shm_path(f"arena{index}"), host, int(port), True)
+        self._keep(
+            pair,
+            lambda: self.spawn(name, node=self.places[name].node),
+            lambda new: new.build(wiring.build_pair, spec.config, spec.dock_secret, *where),
+        )
+
+    def _keep(self, worker: Remote, spawn: Callable[[], Remote], build: Callable[[Remote], Awaitable[Any]]) -> Kept:
+        async def again() -> Remote:
+            new = spawn()
+            try:
+                await self.in_time({new.name: build(new)})
+            except BaseException:  # boundary: what does not come up is ended, and the error goes on
+                new.kill()
+                raise
+            return new
+
+        return self.supervision.keep(worker, again)
+
+    async def close(self) -> None:
+        self.supervision.close()
+        await super().close()
+
+    def kill(self) -> None:
+        super().kill()
+        if self.dock is not None:  # threads that wait for a pair to come back do so no more
+            self.dock.client.close()
