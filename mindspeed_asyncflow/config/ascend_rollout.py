@@ -1,8 +1,9 @@
-"""Settings of rollout replicas on NPUs (vllm-ascend). They have no effect on CPU, of which `asyncflow check` warns."""
+"""Settings of rollout replicas on NPUs (vllm-ascend). But for the transfer of weights they have no effect on CPU, of
+which `asyncflow check` warns."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -17,6 +18,18 @@ HARMFUL = {
 
 
 class AscendRolloutConfig(Section):
+    transfer: Literal["relay", "hccl"] = Field(
+        "relay",
+        description="How weight versions come into replicas. relay: a replica reads them from host memory, on other "
+        "nodes through a mirror; hccl: a process beside a trainer rank broadcasts them to the devices of the replica "
+        "with vllm-ascend's own engine (on CPUs over gloo).",
+    )
+    bucket_mb: int = Field(
+        256,
+        ge=1,
+        description="Tensors of one broadcast of transfer hccl in MiB; the last one of a bucket may exceed it. Sender "
+        "and receivers hold two buckets on their devices.",
+    )
     graphs: bool = Field(
         False,
         description="Replay ACL graphs in place of eager mode, where relay updates leave every weight at its address; "

@@ -16,6 +16,7 @@ from mindspeed_asyncflow.config import (
     rules_data,
     rules_evaluation,
     rules_placement,
+    rules_transfer,
     rules_turns,
     rules_unused,
     schedules,
@@ -45,7 +46,7 @@ def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = No
     rules = (
         *(learning.rules, rules_critic.rules, _batches, rules_data.rules),
         *(_rollout, _trainer, schedules.rules, rules_turns.rules, rules_evaluation.rules),
-        *(rules_placement.rules, rules_unused.rules, mindspeed.rules),
+        *(rules_placement.rules, rules_transfer.rules, rules_unused.rules, mindspeed.rules),
     )
     settled = config
     if not feasibility.on_npu(config, machine):  # `auto` is decided by the machine

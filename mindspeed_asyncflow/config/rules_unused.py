@@ -76,11 +76,14 @@ def _intake(c: Config) -> Iterator[Raw]:
 
 def _ascend(c: Config) -> Iterator[Raw]:
     on_cpus = ("run.platform", "the run is on CPUs")
-    names = tuple(type(c.rollout.ascend).model_fields)
+    names, transfer = tuple(type(c.rollout.ascend).model_fields), ("transfer", "bucket_mb")  # gloo stands for HCCL
     if c.rollout.engine != "vllm":
         yield from _changed("rollout.ascend", c.rollout.ascend, names, ("rollout.engine", f"it is {c.rollout.engine}"))
     elif c.run.platform == "cpu":
-        yield from _changed("rollout.ascend", c.rollout.ascend, names, on_cpus)
+        yield from _changed("rollout.ascend", c.rollout.ascend, tuple(n for n in names if n not in transfer), on_cpus)
+    if c.rollout.engine == "vllm" and not c.rollout.native:
+        why = ("rollout.ascend.transfer", "weights come through the relay")
+        yield from _changed("rollout.ascend", c.rollout.ascend, ("bucket_mb",), why)
     if c.run.platform == "cpu":
         names = ("hccl_ports", "hccl_port_range", "trainer_expandable_segments", "rollout_expandable_segments")
         yield from _changed("placement", c.placement, names, on_cpus)

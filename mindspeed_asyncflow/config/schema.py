@@ -98,9 +98,10 @@ class RolloutConfig(Section):
     ascend: AscendRolloutConfig = AscendRolloutConfig()
 
     @property
-    def native(self) -> str | None:
-        """vllm-ascend's own transfer by which weights come; None: through the relay."""
-        return None if self.engine != "vllm" or self.ascend.transfer == "relay" else self.ascend.transfer
+    def native(self) -> tuple[str, int] | None:
+        """vllm-ascend's own transfer by which weights come, and the bytes of a bucket; None: through the relay."""
+        through_relay = self.engine != "vllm" or self.ascend.transfer == "relay"
+        return None if through_relay else (self.ascend.transfer, self.ascend.bucket_mb << 20)
 
 
 class WorkflowConfig(Section):

@@ -139,6 +139,15 @@ def assemble(version: int, table: RelayTable, path: str, parts: Iterable[Mapping
     return WeightManifest(version, path, table.slot_bytes, table.params, sums, combined)
 
 
+def unchanged_share(before: WeightManifest, now: WeightManifest) -> float:
+    """Share of bytes in shards whose checksum is that of the version before."""
+    sizes = np.array([s.nbytes for p in now.params for s in p.shards], dtype=np.float64)
+    if not sizes.sum() or len(before.checksums) != len(now.checksums):
+        return 0.0
+    same = np.array(before.checksums) == np.array(now.checksums)
+    return float(sizes[same].sum() / sizes.sum())
+
+
 class RelayReader:
     """Maps one version and yields its tensors. Views stay valid after the reader is gone.
 

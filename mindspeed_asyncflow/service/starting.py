@@ -33,6 +33,7 @@ from mindspeed_asyncflow.service.mirrors import Mirrors
 from mindspeed_asyncflow.service.placement import nodes
 from mindspeed_asyncflow.service.relays import plan_relays
 from mindspeed_asyncflow.service.replicas import Replicas
+from mindspeed_asyncflow.service.senders import Senders
 from mindspeed_asyncflow.service.supervision import Supervision
 from mindspeed_asyncflow.workflow.answering import GRACE_S
 from mindspeed_asyncflow.workflow.dock_port import ThreadDock
@@ -71,6 +72,7 @@ class Starting(Keeping):
         self.in_place = in_place(config)
         self.trainers: list[Any] = []
         self.sharing: dict[int, Any] = {}  # replicas on devices of trainer ranks, by index
+        self.senders: Senders | None = None  # where weights do not come through the relay
         self.turns: Turns = NoTurns()
         self.dock: ThreadDock | None = None
         self.run: Run | None = None
@@ -130,6 +132,8 @@ class Starting(Keeping):
         """Replicas on trainers' devices before the trainers, everything else at the same time."""
         config, spec = self.config, self.spec
         self.relays = plan_relays([self.places[r.name] for r in ranks], always_mirror=config.workflow.relay == "mirror")
+        if config.rollout.native:
+            self.senders = Senders(self, ranks)
         self.replicas.start()
         others = {r.name: r.build(wiring.build_reference, spec, i) for i, r in enumerate(self.references)}
         others["scorer"] = self.scorer.build(wiring.build_scorer, spec)
@@ -179,7 +183,9 @@ class Starting(Keeping):
         await self.in_time({f"rollout{i} (going to sleep)": w.rest() for i, w in self.sharing.items()})
 
     async def _build_replica(self, index: int) -> None:
-        await self.replicas.remotes[index].build(wiring.build_rollout, self.spec, index)
+        remote = self.replicas.remotes[index]
+        building = remote.build(wiring.build_rollout, self.spec, index)
+        await (building if self.senders is None else self.senders.add(index, remote, building, self.spec))
 
     async def _connect(self) -> None:
         """Ways of weights from trainers to replicas, and turns where they share devices."""
@@ -187,9 +193,8 @@ class Starting(Keeping):
         table = await self.within(self.trainers[0].table(), "trainer0 to describe the relay")
         self.rollouts: dict[int, Any] = {**self.replicas.up, **self.sharing}
         self.mirrors = Mirrors(self.relays, config.workflow, self.rollouts, self._serve_relays)
-        if not self.in_place:
-            for index in sorted(self.rollouts):
-                await self.within(self.mirrors.need(index, self._replica_places()), f"rollout{index} to take a mirror")
+        for index in sorted(self.rollouts):
+            await self.within(self._need_mirror(index), f"rollout{index} to take a mirror")
         total = own_replicas(config) + sharing_replicas(config)
         self.sync = WeightSync(
             [self.rollouts.get(i) for i in range(total)],
@@ -203,6 +208,7 @@ class Starting(Keeping):
             events=self.events,
             patience_s=config.rollout.timeout_s + GRACE_S,
             hangs=self._hangs,
+            carry=self.senders.load if self.senders is not None else None,
         )
         self.mirrors.sync = self.sync
         if self.sharing:
@@ -217,6 +223,10 @@ class Starting(Keeping):
             self.recorder,
             EvaluationsWriter(self.folder),
         )
+
+    async def _need_mirror(self, index: int) -> None:
+        if not self.in_place and self.senders is None:
+            await self.mirrors.need(index, self._replica_places())
 
     def _replica_places(self) -> dict[int, Any]:
         """Places of all replicas that are there or starting."""
@@ -264,7 +274,7 @@ class Starting(Keeping):
         """Replica `index` is up, and knows how to get weights."""
         await self.replicas.later(index)
         self.rollouts[index] = self.replicas.up[index]
-        await self.mirrors.need(index, self._replica_places())
+        await self._need_mirror(index)
         if index not in self.replicas.up:
             raise WorkerLost(f"rollout{index} died as soon as it was up")
 
@@ -281,6 +291,8 @@ class Starting(Keeping):
         """The process of a replica is dead."""
         self.rollouts.pop(index, None)
         self._dead[index] = error
+        if self.senders is not None:
+            self.senders.drop(index)
         self.turns.forget(index)
         part = self._go_on(index, error)
         task = asyncio.ensure_future(part) if self.run is None else self.run.job.spawn(part)

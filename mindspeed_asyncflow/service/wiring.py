@@ -83,8 +83,8 @@ def _rollout_engine(spec: WorkerSpec, sleeps: bool) -> RolloutEngine:
     if spec.config.rollout.engine == "vllm":
         from mindspeed_asyncflow.engines.vllm.engine import VLLMEngine
 
-        npu = current(spec.config.run.platform).name == "npu"
-        return VLLMEngine(**_engine_arguments(spec), npu=npu, sleep_enabled=sleeps)
+        npu, native = current(spec.config.run.platform).name == "npu", spec.config.rollout.native
+        return VLLMEngine(**_engine_arguments(spec), npu=npu, sleep_enabled=sleeps, native=native)
     from mindspeed_asyncflow.engines.reference import ReferenceEngine
 
     return ReferenceEngine(**_engine_arguments(spec))
@@ -135,14 +135,20 @@ def _conversation(spec: WorkerSpec) -> Conversation | None:
 
 def build_rollout(spec: WorkerSpec, index: int, sleeps: bool = False) -> RolloutWorker:
     """`sleeps`: its devices are a trainer's in turn."""
-    name = f"rollout{index}"
-    tracer = _enter(spec, name)
+    tracer = _enter(spec, name := f"rollout{index}")
     return RolloutWorker(_rollout_engine(spec, sleeps), **_rollout_arguments(spec, name, tracer))
 
 
+def build_sender(spec: WorkerSpec, index: int, host: str, ports: range) -> Any:
+    """It sends versions to replica `index`, whose workers meet it at `host` and one of `ports`."""
+    from mindspeed_asyncflow.engines.vllm.send_worker import SendWorker
+
+    tracer = _enter(spec, f"sender{index}")
+    return SendWorker(spec.config.rollout, current(spec.config.run.platform), host, ports, tracer)
+
+
 def build_reference(spec: WorkerSpec, index: int) -> ReferenceWorker:
-    name = f"reference{index}"
-    tracer = _enter(spec, name)
+    tracer = _enter(spec, name := f"reference{index}")
     from mindspeed_asyncflow.engines.reference import ReferenceEngine
 
     temperature = spec.config.rollout.temperature  # the KL term compares with the policy at this temperature

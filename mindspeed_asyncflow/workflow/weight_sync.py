@@ -34,7 +34,7 @@ import numpy as np
 from mindspeed_asyncflow.errors import WeightSyncError, WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.records import OptimReport, UpdateReport, WeightManifest
-from mindspeed_asyncflow.reshard.relay import assemble
+from mindspeed_asyncflow.reshard.relay import assemble, unchanged_share
 from mindspeed_asyncflow.reshard.relay_table import table_from_text
 from mindspeed_asyncflow.workflow.arrivals import Arrivals, Mirror, Published
 from mindspeed_asyncflow.workflow.clock import in_time, now
@@ -391,12 +391,3 @@ def expected_of(trainers: Sequence[Any]) -> asyncio.Future[list[np.ndarray]]:
     scoring = asyncio.ensure_future(score())
     scoring.add_done_callback(lambda done: done.cancelled() or done.exception())  # raised where it is awaited
     return scoring
-
-
-def unchanged_share(before: WeightManifest, now: WeightManifest) -> float:
-    """Share of bytes in shards whose checksum is that of the version before."""
-    sizes = np.array([s.nbytes for p in now.params for s in p.shards], dtype=np.float64)
-    if not sizes.sum() or len(before.checksums) != len(now.checksums):
-        return 0.0
-    same = np.array(before.checksums) == np.array(now.checksums)
-    return float(sizes[same].sum() / sizes.sum())

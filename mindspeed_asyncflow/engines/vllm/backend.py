@@ -241,11 +241,11 @@ class VLLMBackend:
             self._asleep = 0
         return fingerprints.pop()
 
-    def join(self, rendezvous: Rendezvous | None, replica: int) -> None:
+    def join(self, rendezvous: Rendezvous | None) -> None:
         """Meet the sender of native weight transfers."""
         if self._native is None:
             raise EngineError("this engine takes weights from the relay and meets no sender")
-        self._native.join(self._core.collective_rpc, rendezvous, replica)
+        self._native.join(self._core.collective_rpc, rendezvous)
 
     def weights_wanted(self) -> tuple[WantedWeight, ...]:
         optional = {HEAD} if self._weights.tied else set()

@@ -42,6 +42,7 @@ class VLLMEngine(SteppedEngine):
     ) -> None:
         weights = read_folder(model_folder)
         environment.prepare(rollout, cpu=not npu)
+        self._workers = rollout.tensor_parallel
 
         def build() -> StepBackend:
             try:
@@ -64,9 +65,13 @@ class VLLMEngine(SteppedEngine):
 
         super().__init__("vllm", build, start_timeout_s=START_TIMEOUT_S, command_timeout_s=rollout.timeout_s)
 
-    def join(self, rendezvous: Rendezvous | None = None, replica: int = 0) -> None:
-        """Meet the sender of native transfers, once; it must be there within rollout.timeout_s."""
-        self._call("rendezvous with the sender of weights", lambda: self._vllm.join(rendezvous, replica))
+    def join(self, address: str = "", port: int = 0) -> None:
+        """Meet the sender of native transfers, once; it must be there within rollout.timeout_s.
+
+        It listens at `address`:`port` (hccl); a sender of npu_ipc is not met anywhere.
+        """
+        rendezvous = Rendezvous(address, port, self._workers) if address else None
+        self._call("rendezvous with the sender of weights", lambda: self._vllm.join(rendezvous))
 
     def update_from(self, manifest: WeightManifest, chunks: Iterable[dict[str, Any]]) -> UpdateReport:
         """As `update`, from the messages of an npu_ipc sender, which keeps the memory of one until the next is read."""

@@ -1,7 +1,7 @@
 """Rollout side of vllm-ascend's own weight transfer, `hccl` and `npu_ipc`, over the verbs of every release.
 
 sender (sender.py)                       workers of a replica
-  HCCL group: rank 0                       ranks rank_offset ... of the group
+  HCCL group: rank 0                       ranks 1 ... of the group
   broadcasts buckets, then the receipt ─►  start_weight_update, update_weights, finish_weight_update
                                            native_close: the receipt against what reached the model
 """
@@ -23,22 +23,18 @@ Rpc = Callable[..., list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """One HCCL group: its sender, which is rank 0 and listens at `address`:`port`, and the workers of its replicas."""
+    """One HCCL group: its sender, which is rank 0 and listens at `address`:`port`, and the workers of its replica.
+
+    A group for each replica, so that each loads at its own boundary and one that dies leaves the others alone.
+    """
 
     address: str
     port: int
-    workers: int  # of one replica: tensor x pipeline parallel
-    replicas: int = 1
+    workers: int  # tensor x pipeline parallel
 
     @property
     def world_size(self) -> int:
-        return 1 + self.replicas * self.workers
-
-    def rank_offset(self, replica: int) -> int:
-        """Rank of the first worker of a replica; a worker adds its own rank inside the replica."""
-        if not 0 <= replica < self.replicas:
-            raise EngineError(f"replica {replica} is not one of the {self.replicas} of this transfer group")
-        return 1 + replica * self.workers
+        return 1 + self.workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,7 @@ class NativeTransfer:
     def packed(self) -> bool:
         return self.backend == "hccl" or self.shape.ipc_packed
 
-    def join(self, rpc: Rpc, rendezvous: Rendezvous | None = None, replica: int = 0) -> None:
+    def join(self, rpc: Rpc, rendezvous: Rendezvous | None = None) -> None:
         """Meet the sender; once. hccl blocks until all ranks of the group are there."""
         if self.backend == "hccl":
             if rendezvous is None:
@@ -67,7 +63,7 @@ class NativeTransfer:
             info: dict[str, Any] = {
                 "master_address": rendezvous.address,
                 "master_port": rendezvous.port,
-                "rank_offset": rendezvous.rank_offset(replica),
+                "rank_offset": 1,  # a worker adds its own rank inside the replica
                 "world_size": rendezvous.world_size,
             }
         else:

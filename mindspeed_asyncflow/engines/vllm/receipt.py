@@ -15,6 +15,7 @@ from mindspeed_asyncflow.errors import WeightSyncError
 
 RECEIPT = "asyncflow.receipt"  # name under which it travels; no weight has it
 RECEIPT_DTYPE = "int64"
+VOID = -1  # its version where the sender takes back what it has sent
 
 
 def receipt_shape(tensors: int) -> list[int]:
@@ -32,14 +33,21 @@ def _signed(fingerprint: str) -> int:
 
 
 def with_receipt(
-    tensors: Iterable[tuple[str, torch.Tensor]], version: int, fingerprint: str
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    version: int,
+    fingerprint: str,
+    valid: Callable[[], bool] = lambda: True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) pairs as given, and the receipt behind them; nothing waits for the device."""
+    """(name, tensor) pairs as given, and the receipt behind them; nothing waits for the device.
+
+    `valid` is asked when all pairs have been taken: False makes a receipt that no receiver accepts, so that it ends in
+    step with the sender.
+    """
     sums: list[torch.Tensor] = []
     for name, tensor in tensors:
         sums.append(byte_sum(tensor))
         yield name, tensor
-    head = torch.tensor([version, _signed(fingerprint)], device=sums[0].device if sums else None)
+    head = torch.tensor([version if valid() else VOID, _signed(fingerprint)], device=sums[0].device if sums else None)
     yield RECEIPT, torch.cat([head, torch.stack(sums)]) if sums else head
 
 
@@ -70,7 +78,8 @@ class CheckedLoad:
             raise WeightSyncError(f"{what}: {len(self._sums)} tensors and no receipt reached the model")
         got_version, got_fingerprint, *sums = self._receipt.tolist()
         if (got_version, got_fingerprint) != (version, _signed(fingerprint)):
-            raise WeightSyncError(f"{what} with fingerprint {fingerprint}: the sender gave version {got_version}")
+            gave = "took it back" if got_version == VOID else f"gave version {got_version}"
+            raise WeightSyncError(f"{what} with fingerprint {fingerprint}: the sender {gave}")
         missing = [name for name in names if name not in self._sums]
         if missing or len(sums) != len(names) or len(self._sums) != len(names):
             raise WeightSyncError(

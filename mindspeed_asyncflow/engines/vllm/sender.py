@@ -1,7 +1,7 @@
 """Trainer side of vllm-ascend's own weight transfer: what broadcasts over HCCL, and what hands out device memory.
 
 Both run where vllm-ascend is installed, so not in a trainer rank whose environment lacks it, but in a process beside
-the relay: weights are any (name, tensor) pairs on the sender's device, such as those of a `RelayReader`, moved there.
+it (`send_worker.py`): weights are any (name, tensor) pairs on the sender's device.
 """
 
 from __future__ import annotations
@@ -19,6 +19,18 @@ from mindspeed_asyncflow.errors import PlatformError, WeightSyncError
 from mindspeed_asyncflow.records import WeightManifest
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
+
+
+def load_engines(platform: str) -> None:
+    """Register the transfer engines of this process's platform with vLLM."""
+    if platform == "cpu":
+        from mindspeed_asyncflow.engines.vllm import gloo_engine
+
+        gloo_engine.register()
+        return
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
 
 
 def _registered(backend: str) -> Any:
@@ -56,7 +68,7 @@ def in_order(manifest: WeightManifest, tensors: Tensors) -> Iterator[tuple[str, 
 
 
 class HcclSender:
-    """Rank 0 of one group. The constructor returns when all workers of its replicas have joined."""
+    """Rank 0 of one group. The constructor returns when all workers of its replica have joined."""
 
     def __init__(self, rendezvous: Rendezvous, bucket_bytes: int) -> None:
         self._engine, self._bucket_bytes = _registered("hccl"), bucket_bytes
@@ -70,9 +82,12 @@ class HcclSender:
         if getattr(self._group, "disabled", False):  # it would send nothing and say nothing
             raise PlatformError("HCCL's library cannot be loaded by the sender of weights: source CANN's set_env.sh")
 
-    def send(self, manifest: WeightManifest, tensors: Tensors) -> None:
-        """Broadcast one version, and its receipt, to all replicas of the group, each of which must be receiving it."""
-        pairs = with_receipt(in_order(manifest, tensors), manifest.version, manifest.fingerprint)
+    def send(self, manifest: WeightManifest, tensors: Tensors, valid: Callable[[], bool] = lambda: True) -> None:
+        """Broadcast one version, and its receipt, to the replica, which must be receiving it.
+
+        `valid` says, when all tensors have been taken, whether they were what they should be; see `with_receipt`.
+        """
+        pairs = with_receipt(in_order(manifest, tensors), manifest.version, manifest.fingerprint, valid)
         self._engine.trainer_send_weights(
             pairs,
             {

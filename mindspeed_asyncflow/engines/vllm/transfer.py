@@ -1,6 +1,7 @@
 """vLLM's side of the relay: a weight-transfer engine, and an extension of vLLM's worker. Runs in every worker process.
 
-vLLM imports this module by name in each worker (`worker_extension_cls`), which registers the engine.
+vLLM imports this module by name in each worker (`worker_extension_cls`), which registers the engine, and on CPUs the
+one that stands for `hccl`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
-from mindspeed_asyncflow.engines.vllm import standing
+from mindspeed_asyncflow.engines.vllm import gloo_engine, standing
 from mindspeed_asyncflow.engines.vllm.receipt import CheckedLoad
 from mindspeed_asyncflow.engines.vllm.versions import RELAY_ENGINE
 from mindspeed_asyncflow.errors import WeightSyncError
@@ -184,3 +186,5 @@ class RelayWorker:
 
 if RELAY_ENGINE not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(RELAY_ENGINE, RelayTransferEngine)
+if current_platform.is_cpu():
+    gloo_engine.register()

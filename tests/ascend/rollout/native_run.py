@@ -38,8 +38,8 @@ ROLLOUT = RolloutConfig(max_running=8, timeout_s=60.0)
 
 def send(pipe: Connection, rendezvous: Rendezvous) -> None:
     """The sender process: whatever version it is told, from the relay; `spoil` changes a tensor on the way."""
+    from mindspeed_asyncflow.engines.vllm.gloo_engine import GlooEngine, register
     from mindspeed_asyncflow.engines.vllm.sender import HcclSender
-    from tests.ascend.rollout.stand_in import GlooEngine, register
 
     register()
     pipe.send("ready")
@@ -99,7 +99,7 @@ class Run:
         sender.start()
         engine = self.engine("hccl")
         assert here.poll(120.0) and here.recv() == "ready"
-        engine.join(rendezvous)
+        engine.join(rendezvous.address, rendezvous.port)
 
         def update(manifest: WeightManifest, sent: WeightManifest | None = None, spoil: bool = False) -> str:
             here.send({"manifest": manifest_to_json(sent or manifest), "spoil": spoil})

@@ -55,7 +55,7 @@ def test_the_sender_is_rank_0_and_sends_the_receipt_last(registry: dict[str, Any
 
     engine = Sent()
     registry["hccl"] = lambda: engine
-    sender = HcclSender(Rendezvous("10.0.0.1", 777, workers=2, replicas=3), bucket_bytes=10)
+    sender = HcclSender(Rendezvous("10.0.0.1", 777, workers=6), bucket_bytes=10)
     assert engine.init == {"master_address": "10.0.0.1", "master_port": 777, "world_size": 7}
     sender.send(MANIFEST, WEIGHTS)
     assert engine.names == ("a", "b", RECEIPT)

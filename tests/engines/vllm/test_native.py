@@ -31,21 +31,12 @@ class Calls:
         return dict(self.log)[method]
 
 
-def test_ranks_tile_the_group_behind_its_sender() -> None:
-    """Three replicas of TP 4: every worker has a rank of its own, and the sender is rank 0."""
-    group = Rendezvous("host", 1, workers=4, replicas=3)
-    ranks = [group.rank_offset(replica) + worker for replica in range(3) for worker in range(4)]
-    assert [0, *ranks] == list(range(group.world_size))
-    with pytest.raises(EngineError, match="replica 3 is not one of the 3"):
-        group.rank_offset(3)
-
-
 @pytest.mark.parametrize("release", ["0.23.0", "0.24.0", "0.26.0", "0.27.1"])
 def test_an_hccl_update_announces_what_is_broadcast_with_the_verbs_of_the_release(release: str) -> None:
     calls, transfer = Calls(), NativeTransfer("hccl", 100, ascend_shape_for(release))
-    transfer.join(calls.rpc, Rendezvous("10.1.1.1", 777, workers=2, replicas=2), replica=1)
-    assert calls["init_weight_transfer_engine"] == (
-        {"master_address": "10.1.1.1", "master_port": 777, "rank_offset": 3, "world_size": 5},
+    transfer.join(calls.rpc, Rendezvous("10.1.1.1", 777, workers=4))
+    assert calls["init_weight_transfer_engine"] == (  # workers are ranks 1 to 4, behind the sender
+        {"master_address": "10.1.1.1", "master_port": 777, "rank_offset": 1, "world_size": 5},
     )
     assert transfer.receive(calls.rpc, MANIFEST) == ["fp"]
     order = ["relay_begin", "native_open", "start_weight_update", "update_weights", "finish_weight_update"]
@@ -122,6 +113,7 @@ def test_the_sum_of_bytes_sees_every_single_one(dtype: torch.dtype) -> None:
         (lambda p: [("a", p[1][1]), ("b", p[0][1]), p[2]], "2 tensors have other bytes"),
         (lambda p: list(with_receipt(p[:2], 4, MANIFEST.fingerprint)), "the sender gave version 4"),
         (lambda p: list(with_receipt(p[:2], 5, "00" * 8)), "the sender gave version 5"),
+        (lambda p: list(with_receipt(p[:2], 5, MANIFEST.fingerprint, lambda: False)), "the sender took it back"),
     ],
 )
 def test_whatever_else_arrives_is_refused(change: Any, said: str) -> None:
