@@ -30,6 +30,7 @@ from mindspeed_asyncflow.observe.trace import configure, get_tracer, merge_trace
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
 from mindspeed_asyncflow.service import resuming
 from mindspeed_asyncflow.service.processes import Processes
+from mindspeed_asyncflow.service.recovery import Recovery
 from mindspeed_asyncflow.service.session import Session
 from mindspeed_asyncflow.service.steady import SteadyLoop
 from mindspeed_asyncflow.service.unwritten import in_words
@@ -154,7 +155,7 @@ class _Launch:
                 await session.restore(self.begins.checkpoint)
             await session.prepare(say)
             say("training the first batch")
-            await session.train()
+            await Recovery(session, say).train()
             say("evaluating held-out prompts")
             await session.bring_all_up()
             await session.evaluate()

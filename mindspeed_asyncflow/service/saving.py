@@ -85,6 +85,13 @@ class Saving(Starting):
             writing, self._writing = self._writing, None
             await writing
 
+    async def abandon(self) -> None:
+        """A checkpoint that is being written, perhaps by ranks that are gone, is given up; the next one removes it."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.cancel()
+            await asyncio.wait([writing])
+
     def _all_ranks(self, method: str, *args: Any) -> Awaitable[list[Any]]:
         ranks: Sequence[Any] = [*self.trainers, *self.critics]
         return asyncio.gather(*(getattr(rank, method)(*args) for rank in ranks))
@@ -158,10 +165,7 @@ class Saving(Starting):
 
         Workers and dock are there; no loop runs. Callable again while the session lives. Raises `CheckpointError`.
         """
-        if self._writing is not None:  # by ranks that are gone
-            self._writing.cancel()
-            await asyncio.wait([self._writing])
-            self._writing = None
+        await self.abandon()
         found = read_state(checkpoint) if checkpoint is not None else None
         state = found["run"] if found else None
         self.resumed = Resumed(found["version"] if found else 0, state)

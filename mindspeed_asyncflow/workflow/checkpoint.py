@@ -42,7 +42,7 @@ def settle(dock: DockClient, partition: str, wanted: Collection[int]) -> dict[in
             continue
         about = pair.export(partition)
         ids, counts = about.ints("ids"), about.ints("counts")
-        rows, ready, oldest = about.ints("rows"), about.ints("ready"), about.ints("version_min")
+        rows, ready, oldest = about.ints("rows"), about.ints("ready"), about.ints("version_min", "int32")
         has = {task: (ready & dock.schema.bit[column]) != 0 for task, column in MADE_BY.items()}
         ends = np.cumsum(counts)
         gone = []

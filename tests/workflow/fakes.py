@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import json
 import os
 import secrets
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,9 +36,11 @@ from mindspeed_asyncflow.reshard.relay_server import RelayServer
 from mindspeed_asyncflow.rewards.pool import Score
 from mindspeed_asyncflow.workflow.arrivals import Mirror
 from mindspeed_asyncflow.workflow.book import Issue
+from mindspeed_asyncflow.workflow.checkpoint import settle
 from mindspeed_asyncflow.workflow.critic_worker import CriticWorker
 from mindspeed_asyncflow.workflow.dock_port import ThreadDock
 from mindspeed_asyncflow.workflow.evaluating import Evaluation
+from mindspeed_asyncflow.workflow.events import NoEvents
 from mindspeed_asyncflow.workflow.job import Crew
 from mindspeed_asyncflow.workflow.publisher import Publisher
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
@@ -222,6 +226,37 @@ class Local:
         return call
 
 
+class Notes(NoEvents):
+    """All events of a run, as (kind, fields)."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[str, dict]] = []
+
+    def note(self, kind, **fields):
+        self.all.append((kind, fields))
+
+    def of(self, kind):
+        return [fields for noted, fields in self.all if noted == kind]
+
+    def trained(self):
+        """By step: (epoch, prompt) of each trained group, in order, of groups that this process issued."""
+        prompts = {g: tuple(p) for note in self.of("issued") for g, p in zip(note["groups"], note["prompts"])}
+        steps: dict[int, list] = {}
+        for note in self.of("trained"):
+            groups = dict.fromkeys(group for group, _ in note["groups"].values())
+            steps.setdefault(note["step"], []).extend(prompts.get(group, group) for group in groups)
+        return steps
+
+
+@dataclass
+class Cut:
+    """What a checkpoint of `run_loops` holds."""
+
+    state: dict  # of the driver, as JSON gives it back
+    dock: Path
+    given: int  # batches that the data stream gave
+
+
 @dataclass
 class Outcome:
     run: Run
@@ -229,7 +264,9 @@ class Outcome:
     train: FakeTrain
     rollouts: list[FakeRollout]
     dock_used_bytes: int
-    saved: list[int] = field(default_factory=list)
+    saved: dict[int, Cut] = field(default_factory=dict)  # by step; the last one too
+    notes: Notes = field(default_factory=Notes)
+    folder: RunFolder | None = None
     changed_while_written: int = 0  # versions
 
 
@@ -241,10 +278,14 @@ def prompts_of(count: int, batch: int, epochs: int = 1000, drop_last: bool = Tru
             for start in range(0, count, batch):
                 part = range(start, min(start + batch, count))
                 if len(part) == batch or not drop_last:
-                    yield [Issue(epoch, i, np.array([i, 1], np.int32), str(i)) for i in part]
+                    yield [issue_of(epoch, i) for i in part]
 
     batches = stream()
     return lambda: next(batches, None)
+
+
+def issue_of(epoch, index):
+    return Issue(epoch, index, np.array([index, 1], np.int32), str(index))
 
 
 def run_loops(
@@ -261,6 +302,8 @@ def run_loops(
     late=(),
     critics=(),
     heldout=(),
+    resume: Cut | None = None,
+    pairs=1,
 ) -> Outcome:
     """Run the real loops over fake engines to their end (or error).
 
@@ -269,6 +312,8 @@ def run_loops(
     `critics`: engines of critic ranks, which `algorithm.advantage` gae needs.
 
     `heldout`: prompts of an evaluation before the run, during it as `config.evaluation` says, and after it.
+
+    `resume`: go on from there; `batches` begins with the first one all the same. `pairs`: of the dock.
 
     `link`: bytes per second between the trainer's node and the one of all replicas; None: they are on one node.
     """
@@ -280,13 +325,17 @@ def run_loops(
     relay = SlowRelay(path, plan.table(train.layout, "float32"), keep=config.workflow.keep_versions)
     relay.delay_s = publish_s
     tasks = grpo_tasks(False, token_level=config.algorithm.token_level, critic=bool(critics))
-    server = DockServer(GRPO_COLUMNS, tasks, arena_mb=4, lease_s=30.0, secret=secret).start()
     stack = contextlib.ExitStack()
-    stack.callback(server.close)
+    servers = [
+        DockServer(GRPO_COLUMNS, tasks, arena_mb=4, lease_s=30.0, secret=secret, pair=pair).start()
+        for pair in range(pairs)
+    ]
+    for server in servers:
+        stack.callback(server.close)
     stack.callback(lambda: publisher.close())
 
     def client() -> DockClient:
-        made = DockClient(server.address, secret, 5.0)
+        made = DockClient([server.address for server in servers], secret, 5.0)
         stack.callback(made.close)
         return made
 
@@ -314,6 +363,7 @@ def run_loops(
                 tracer=QUIET,
                 partial_rounds=config.workflow.partial_rounds,
                 group_size=config.algorithm.group_size,
+                stream_out_s=config.faults.stream_out_s if config.workflow.max_lag else None,
             ),
             aside=(*aside, "fetch", "stop", "running", "answer"),
         )
@@ -370,21 +420,48 @@ def run_loops(
         busy=recorder.busy,
     )
     sync.probe = [(np.array([1], np.int32), np.array([2, 3], np.int32))]
-    outcome_saved: list[int] = []
+    saved: dict[int, Cut] = {}
+    notes = Notes()
+    current: list[Run] = []
+    given = 0
 
-    async def save(step):
-        outcome_saved.append(step)
+    def counted():
+        nonlocal given
+        given += 1
+        return batches()
+
+    async def save(step, last=False):
+        dock = folder.path / f"cut{step}{'-last' * last}"
+        await asyncio.to_thread(client().snapshot, dock)
+        saved[step] = Cut(json.loads(json.dumps(current[0].state())), dock, given)
+
+    async def restore(run):
+        cut = client()
+        await asyncio.to_thread(cut.restore, resume.dock)
+        held = await asyncio.to_thread(settle, cut, "train", {g for g, *_ in resume.state["book"]["groups"]})
+        for _ in range(resume.given):
+            counted()
+        recorder.restore(resume.state["recorder"])
+        await run.restore(resume.state, issue_of, held)
 
     async def main() -> Run:
-        await trainer.start(0, sync.probe)
-        sync.publish([await trainer.published(0)], expected_of([trainer]))
+        first = resume.state["window"]["version"] if resume else 0
+        train.version = first
+        train.weight.fill_(float(first))
+        await trainer.start(first, sync.probe)
+        sync.publish([await trainer.published(first)], expected_of([trainer]))
         await sync.bring_all_up()
         evaluation = Evaluation(config, heldout, sync, NoTurns(), scorer, recorder, EvaluationsWriter(folder))
-        await evaluation.between()
+        if not resume:
+            await evaluation.between()
         there = {i: worker for i, worker in enumerate(remote_rollouts) if i not in late}
         crew = Crew(there, scorer, [], [trainer], [0], starting=set(late), critics=remote_critics)
-        run = Run(config, ThreadDock(client(), "train", len(rollouts)), batches, crew, sync, recorder, evaluation, save)
+        dock = ThreadDock(client(), "train", len(rollouts))
+        run = Run(config, dock, counted, crew, sync, recorder, evaluation, save, events=notes)
+        current.append(run)
         run.late = {i: remote_rollouts[i] for i in late}
+        if resume:
+            await restore(run)
         if before is not None:
             before(run)
         await run.train()
@@ -396,4 +473,4 @@ def run_loops(
     with stack:
         run = asyncio.run(main())
         used = client().stats()["used_bytes"]
-    return Outcome(run, recorder, train, rollouts, used, outcome_saved, relay.changed)
+    return Outcome(run, recorder, train, rollouts, used, saved, notes, folder, relay.changed)
