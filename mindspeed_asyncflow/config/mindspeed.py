@@ -23,7 +23,7 @@ NAMED = {
     "use_flash_attn": f"{KEY}.flash_attention",
     "swap_attention": f"{KEY}.swap_attention",
     "swap_modules": f"{KEY}.swap_attention",
-    "context_parallel_algo": f"{KEY}.context_parallel",
+    "context_parallel_algo": f"{KEY}.context_parallel",  # ring attention is our own, in platforms/ring.py
     "moe_alltoall_overlap_comm": f"{KEY}.moe_overlap",
     "moe_allgather_overlap_comm": f"{KEY}.moe_overlap",
     "moe_fb_overlap": f"{KEY}.moe_overlap",
@@ -63,9 +63,11 @@ REFUSED = {
     "schedules_method": "pipelines are cut by trainer.virtual_pipeline and trainer.pipeline_layers",
 }
 
+ON_CPU = ("recompute", "context_parallel")  # what the CPU platform takes
+
 
 class MindSpeedConfig(Section):
-    """The CPU platform has no fused operators and no device memory to spare: it takes only `recompute` from here."""
+    """The CPU platform has no fused operators and no device memory to spare: it takes only ON_CPU from here."""
 
     fused_rmsnorm: bool = Field(True, description="NPU: npu_rms_norm; false: the formula in torch.")
     fused_swiglu: bool = Field(True, description="NPU: npu_swiglu; false: the formula in torch.")
@@ -80,7 +82,9 @@ class MindSpeedConfig(Section):
         [], description="Parts of each layer computed again in the backward pass, where trainer.recompute is too much."
     )
     context_parallel: Literal["ulysses", "ring"] = Field(
-        "ulysses", description="How trainer.context_parallel cuts attention; ring is refused, and why is said."
+        "ulysses",
+        description="How trainer.context_parallel cuts attention. ulysses: ranks change tokens for heads; ring: keys "
+        "and values go round the ranks, each of which holds a stripe of every sample; any number of heads.",
     )
     moe_overlap: Literal["off", "alltoall", "allgather", "forward_backward"] = Field(
         "off", description="MoE communication beside computation; all but off are refused, and why is said."
@@ -95,12 +99,11 @@ class MindSpeedConfig(Section):
 
 def rules(c: Config) -> Iterator[Raw]:
     m, t = c.trainer.mindspeed, c.trainer
-    if m.context_parallel == "ring":
+    if m.context_parallel == "ring" and t.context_parallel == 1:
         yield (
-            "error",
-            (f"{KEY}.context_parallel",),
-            "is ring: MindSpeed has its ring in the class that it puts in the place of megatron's DotProductAttention, "
-            "and layers here have a core attention of our own instead, which cuts by heads; use ulysses",
+            "warning",
+            (f"{KEY}.context_parallel", "trainer.context_parallel"),
+            "is ring, which has no use: trainer.context_parallel is 1",
         )
     if m.moe_overlap != "off":
         yield (
@@ -147,5 +150,5 @@ def rules(c: Config) -> Iterator[Raw]:
 
 def _unused(m: MindSpeedConfig) -> Iterator[Raw]:
     for name, field in type(m).model_fields.items():
-        if name != "recompute" and getattr(m, name) != field.get_default(call_default_factory=True):
+        if name not in ON_CPU and getattr(m, name) != field.get_default(call_default_factory=True):
             yield "warning", (f"{KEY}.{name}", "run.platform"), "has no use: the platform is cpu"

@@ -165,10 +165,10 @@ def check_parallel(model: Mapping[str, Any], trainer: TrainerConfig) -> None:
     shape, tp, cp = describe(model), trainer.tensor_parallel, trainer.context_parallel
     check_train(shape, TrainParallel.of(trainer))
     heads = shape.heads // tp
-    if heads % cp:
+    if heads % cp and trainer.mindspeed.context_parallel == "ulysses":
         raise ConfigError(
             f"trainer.context_parallel={cp} {_undivided(f'attention heads per tensor rank (TP={tp})', heads)}; nearest "
-            f"legal: {nearest(cp, lambda n: heads % n == 0, heads)}"
+            f"legal: {nearest(cp, lambda n: heads % n == 0, heads)}; trainer.mindspeed.context_parallel: ring takes any"
         )
     if trainer.sequence_parallel and tp == 1:
         raise ConfigError("trainer.sequence_parallel needs trainer.tensor_parallel >= 2; set it to false")

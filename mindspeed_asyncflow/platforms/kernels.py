@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,14 +41,14 @@ def use_torch_for(functions: Iterable[str]) -> None:
     _in_torch = frozenset(functions)
 
 
-def _torch_npu(x: torch.Tensor, function: str) -> Any:
+def torch_npu_for(x: torch.Tensor, function: str) -> Any:
     """torch_npu when `x` lives on an NPU and `function` is not to be computed with torch, else None."""
     return sys.modules.get("torch_npu") if x.device.type == "npu" and function not in _in_torch else None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last dimension; statistics in fp32. x: [..., H], weight: [H]."""
-    npu = _torch_npu(x, "rms_norm")
+    npu = torch_npu_for(x, "rms_norm")
     if npu is not None:
         return npu.npu_rms_norm(x, weight, epsilon=eps)[0]
     return _RMSNorm.apply(x, weight, eps)
@@ -76,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of x = [gate, up] along the last dimension. x: [..., 2F] -> [..., F]."""
-    npu = _torch_npu(x, "swiglu")
+    npu = torch_npu_for(x, "swiglu")
     if npu is not None:
         return npu.npu_swiglu(x, dim=-1)
     return _Swiglu.apply(x)
@@ -102,7 +103,7 @@ class _Swiglu(torch.autograd.Function):
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the two halves of each head by the position's angles. x: [T, N, D]; cos, sin: [T, 1, D/2] fp32."""
-    npu = _torch_npu(x, "rotary")
+    npu = torch_npu_for(x, "rotary")
     if npu is not None:
         wide_cos, wide_sin = (torch.cat((t, t), -1)[None].to(x.dtype) for t in (cos, sin))
         return npu.npu_rotary_mul(x[None], wide_cos, wide_sin)[0]
@@ -166,7 +167,7 @@ def attention_packed(
 
     q: [T, Nq, D]; k: [T, Nkv, D]; v: [T, Nkv, Dv] with Nkv dividing Nq (grouped queries); returns [T, Nq * Dv].
     """
-    if _torch_npu(q, "attention_packed") is not None:
+    if torch_npu_for(q, "attention_packed") is not None:
         return _npu_attention_packed(q, k, v, layout, scale)
     index = layout.index
     if index is not None:
@@ -186,34 +187,42 @@ def attention_packed(
 def _npu_attention_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout, scale: float
 ) -> torch.Tensor:
-    npu = _torch_npu(q, "attention_packed")
-    if q.device not in _npu_masks:
-        full = torch.ones(NPU_MASK_SIDE, NPU_MASK_SIDE, dtype=torch.bool, device=q.device)
-        _npu_masks[q.device] = torch.triu(full, diagonal=1)
-    outs, first = [], 0
-    for i in range(0, len(layout.lengths), NPU_MAX_SAMPLES):
-        ends: list[int] = []
-        for length in layout.lengths[i : i + NPU_MAX_SAMPLES]:
-            ends.append((ends[-1] if ends else 0) + length)
-        part = slice(first, first + ends[-1])
-        outs.append(
-            npu.npu_fusion_attention(
-                q[part],
-                k[part],
-                v[part],
-                q.shape[1],
-                "TND",
-                atten_mask=_npu_masks[q.device],
-                scale=scale,
-                keep_prob=1.0,
-                sparse_mode=3,
-                actual_seq_qlen=ends,
-                actual_seq_kvlen=ends,
-            )[0]
-        )
-        first += ends[-1]
+    npu = torch_npu_for(q, "attention_packed")
+    outs = [
+        npu.npu_fusion_attention(
+            q[part],
+            k[part],
+            v[part],
+            q.shape[1],
+            "TND",
+            atten_mask=causal_mask(q.device),
+            scale=scale,
+            keep_prob=1.0,
+            sparse_mode=3,
+            actual_seq_qlen=ends,
+            actual_seq_kvlen=ends,
+        )[0]
+        for part, ends in sample_parts(layout.lengths)
+    ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.reshape(out.shape[0], -1)
+
+
+def causal_mask(device: torch.device) -> torch.Tensor:
+    """bool [2048, 2048], true above the diagonal: what `sparse_mode=3` of npu_fusion_attention wants."""
+    if device not in _npu_masks:
+        full = torch.ones(NPU_MASK_SIDE, NPU_MASK_SIDE, dtype=torch.bool, device=device)
+        _npu_masks[device] = torch.triu(full, diagonal=1)
+    return _npu_masks[device]
+
+
+def sample_parts(lengths: Sequence[int]) -> Iterator[tuple[slice, list[int]]]:
+    """Tokens of as many samples as npu_fusion_attention takes at once, and where these samples end inside them."""
+    first = 0
+    for i in range(0, len(lengths), NPU_MAX_SAMPLES):
+        ends = list(itertools.accumulate(lengths[i : i + NPU_MAX_SAMPLES]))
+        yield slice(first, first + ends[-1]), ends
+        first += ends[-1]
 
 
 def vocabulary_path(logits: torch.Tensor, operator: str) -> Callable[..., Any]:

@@ -22,6 +22,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from mindspeed_asyncflow.platforms import kernels
 from mindspeed_asyncflow.platforms.latent import LatentAttention
 from mindspeed_asyncflow.platforms.packing import PackedLayout
+from mindspeed_asyncflow.platforms.ring import GroupRing, ring_attention
+from mindspeed_asyncflow.platforms.striping import RingLayout
 
 
 @dataclass
@@ -32,7 +34,7 @@ class PackedBatch(PackedSeqParams):
     one long sequence [T, 1, ...], and only core attention knows samples and positions.
     """
 
-    layout: PackedLayout | None = None  # of all T tokens, on every context-parallel rank
+    layout: PackedLayout | RingLayout | None = None  # of all T tokens on every rank; RingLayout: ring attention
     cos: torch.Tensor | None = None  # float32 [T/cp, 1, D/2]
     sin: torch.Tensor | None = None
     rows: torch.Tensor | None = None  # int64 [N], positions that the last layer hands on; None: all
@@ -42,7 +44,11 @@ class PackedBatch(PackedSeqParams):
 
     @classmethod
     def make(
-        cls, layout: PackedLayout, positions: torch.Tensor, inv_freq: torch.Tensor, rows: torch.Tensor | None = None
+        cls,
+        layout: PackedLayout | RingLayout,
+        positions: torch.Tensor,
+        inv_freq: torch.Tensor,
+        rows: torch.Tensor | None = None,
     ) -> PackedBatch:
         """positions: int64 [T/cp], of the tokens that this context-parallel rank holds; inv_freq: float32 [D/2]."""
         angles = torch.outer(positions.to(inv_freq.dtype), inv_freq)[:, None, :]
@@ -144,10 +150,11 @@ def heads_to_tokens(x: torch.Tensor, group: Any, cp: int) -> torch.Tensor:
 
 
 class CoreAttention(MegatronModule):
-    """Causal attention over packed samples, with grouped queries and Ulysses context parallelism.
+    """Causal attention over packed samples, with grouped queries and context parallelism.
 
-    Each context-parallel rank holds a contiguous slice of the packed tokens; inside the exchange a rank sees all tokens
-    of its heads, so sample boundaries may fall anywhere.
+    Ulysses: each context-parallel rank holds a contiguous slice of the packed tokens; inside the exchange a rank sees
+    all tokens of its heads, so sample boundaries may fall anywhere. Ring, where the batch has a `RingLayout`: each rank
+    holds a stripe of the tokens, with all heads.
     """
 
     def __init__(
@@ -188,13 +195,16 @@ class CoreAttention(MegatronModule):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layout: PackedLayout,
+        layout: PackedLayout | RingLayout,
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> torch.Tensor:
         q, k, v = (t.squeeze(1) for t in (query, key, value))
         if self.rotates:
             q, k = (kernels.rotary(t, cos, sin) for t in (q, k))
+        if isinstance(layout, RingLayout):
+            ring = GroupRing(parallel_state.get_context_parallel_group())
+            return ring_attention(q, k, v, layout, self.scale, ring).unsqueeze(1)
         if self.cp == 1:
             return kernels.attention_packed(q, k, v, layout, self.scale).unsqueeze(1)
         group = parallel_state.get_context_parallel_group()

@@ -42,6 +42,19 @@ class PackedLayout:
     buckets: tuple[Bucket, ...]
     index: SlotIndex | None  # None: one bucket without padding, tokens are slots
 
+    def padded(self, tokens: torch.Tensor, zero: bool = False) -> torch.Tensor:
+        """[T, ...] -> [P, ...] without autograd; padding slots repeat a token, or are 0."""
+        if self.index is None:
+            return tokens
+        slots = tokens.index_select(0, self.index.token_of_slot)
+        if zero and self.index.padding_slots is not None:
+            slots.index_fill_(0, self.index.padding_slots, 0.0)
+        return slots
+
+    def unpadded(self, slots: torch.Tensor) -> torch.Tensor:
+        """[P, ...] -> [T, ...] without autograd."""
+        return slots if self.index is None else slots.index_select(0, self.index.slot_of_token)
+
 
 def cut_buckets(lengths: np.ndarray) -> list[np.ndarray]:
     """Sample indices of each bucket, longest samples first; padding stays below the two limits above."""

@@ -22,11 +22,6 @@ def test_defaults_are_right_everywhere(platform):
 @pytest.mark.parametrize(
     ("settings", "keys", "says"),
     [
-        (
-            ["mindspeed.context_parallel=ring"],
-            "context_parallel",
-            r"own instead, which cuts by heads; use ulysses",
-        ),
         (["mindspeed.moe_overlap=alltoall"], "moe_overlap", "grouped experts"),
         (["mindspeed.reuse_fp32_param=true"], "reuse_fp32_param", r"megatron\.training"),
         (["mindspeed.recompute=[mlp]", "recompute=true"], "recompute", "one of them"),
@@ -41,6 +36,14 @@ def test_what_cannot_work_is_refused_by_name(settings, keys, says):
     ((level, named, text),) = found(*settings)
     assert level == "error" and named[0] == f"trainer.mindspeed.{keys}"
     assert re.search(says, text), text
+
+
+@pytest.mark.parametrize("platform", ["cpu", "npu"])
+def test_ring_is_used_on_every_platform_and_only_with_several_ranks(platform):
+    assert found("mindspeed.context_parallel=ring", "context_parallel=2", platform=platform) == []
+    ((level, keys, text),) = found("mindspeed.context_parallel=ring", platform=platform)
+    assert (level, keys[0]) == ("warning", "trainer.mindspeed.context_parallel")
+    assert "trainer.context_parallel is 1" in text
 
 
 def test_an_argument_that_no_setting_stands_for_is_passed_on():
@@ -59,7 +62,7 @@ def test_every_switch_reaches_mindspeed_under_its_name():
     assert set(NAMED).isdisjoint(REFUSED)
 
 
-def test_on_the_cpu_all_but_recompute_has_no_use():
+def test_on_the_cpu_operators_and_device_memory_have_no_use():
     warned = found(
         "mindspeed.swap_attention=true", "mindspeed.fused_rope=false", "mindspeed.recompute=[mlp]", platform="cpu"
     )

@@ -43,6 +43,7 @@ SPARSE = {**DENSE, "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 8, "
         (DENSE, {"pipeline_parallel": 4, "pipeline_layers": [2, 1, 1, 2]}),
         (DENSE, {"pipeline_parallel": 2, "virtual_pipeline": 2, "pipeline_layers": [1, 2, 2, 1]}),
         (SPARSE, {"data_parallel": 2, "context_parallel": 2, "expert_parallel": 4}),
+        (DENSE, {"context_parallel": 3, "mindspeed": {"context_parallel": "ring"}}),
     ],
 )
 def test_legal_sizes_pass(model, sizes):
@@ -54,7 +55,7 @@ def test_legal_sizes_pass(model, sizes):
     [
         (DENSE, {"tensor_parallel": 3}, r"tensor_parallel=3 .*attention heads \(8\); nearest legal: 2 or 4"),
         (SIX_KV, {"tensor_parallel": 4}, r"tensor_parallel=4 .*key/value heads \(6\); nearest legal: 3 or 6"),
-        (DENSE, {"context_parallel": 3}, r"context_parallel=3 .*; nearest legal: 2 or 4"),
+        (DENSE, {"context_parallel": 3}, r"context_parallel=3 .*; nearest legal: 2 or 4; .*: ring takes any"),
         (DENSE, {"pipeline_parallel": 4}, r"pipeline_parallel=4 .*layers \(6\); nearest legal: 3 or 6"),
         (DENSE, {"pipeline_parallel": 2, "virtual_pipeline": 2}, r"virtual_pipeline=2 .*\(3\); nearest legal: 1 or 3"),
         (DENSE, {"pipeline_parallel": 2, "virtual_pipeline": 2}, r"trainer\.pipeline_layers=\[2, 2, 1, 1\]"),

@@ -150,6 +150,7 @@ class MegatronEngine(abc.ABC):
             same_length=trainer.pipeline_parallel > 1,
             cp_rank=self._cp_group.rank(),
             cp_size=self._cp_group.size(),
+            ring=trainer.mindspeed.context_parallel == "ring",
             prune=not trainer.sequence_parallel,
             inv_freq=self.inv_freq,
         )

@@ -19,6 +19,7 @@ HINTS = {
 GIVES = {
     ("engines/vllm/sender.py", "_registered('hccl')"): f"{_HCCL}.HCCLWeightTransferEngine",
     ("engines/vllm/sender.py", "_registered('npu_ipc')"): f"{_IPC}.NPUIPCWeightTransferEngine",
+    ("platforms/attention_block.py", "torch_npu_for(q)"): "torch_npu",
 }
 # Types of members that the libraries' sources do not tell.
 MEMBERS = {

@@ -61,6 +61,7 @@ def test_records_say_where_they_come_from():
 def test_the_calls_of_the_device_path_are_among_those_that_are_seen():
     seen = {(use.file.rpartition("/")[2], use.symbol) for use in ours()}
     assert ("kernels.py", "torch_npu.npu_fusion_attention") in seen
+    assert ("attention_block.py", "torch_npu.npu_fusion_attention_grad") in seen
     assert ("npu.py", "torch_npu.npu.set_device") in seen
     assert ("backend.py", "vllm.v1.engine.core.EngineCore().step") in seen
     assert ("transfer.py", "vllm.distributed.weight_transfer.base.WeightTransferInitInfo") in seen

@@ -71,6 +71,31 @@ assert dict(torch_npu.calls) == before, "switched off: computed with torch"
 print("done")
 """
 
+BLOCKS = """
+import numpy as np, torch, torch_npu
+from mindspeed_asyncflow.platforms import kernels
+from mindspeed_asyncflow.platforms.attention_block import block_backward, block_forward
+from mindspeed_asyncflow.platforms.packing import pack_layout
+torch.manual_seed(0)
+kernels.NPU_MAX_SAMPLES = 3  # of one call
+for cu in ([0, 3, 5, 9], [0, 4, 8], [0, 1, 4, 6, 7, 12]):
+    total = cu[-1]
+    q, k, v, grad, out = [torch.randn(total, n, d) for n, d in ((4, 8), (2, 8), (2, 12), (4, 12), (4, 12))]
+    found = []
+    for where in ("cpu", "npu"):
+        placed = pack_layout(np.array(cu), where)
+        on = [t.to(where) for t in (q, k, v)]
+        part, log = block_forward(*on, placed, 0.3)
+        # what other blocks add: the statistics of all of them are larger than this block's own
+        of_all = log + 0.5 + torch.arange(log.numel(), device=where).view(log.shape).cos() / 4
+        grads = block_backward(grad.to(where), *on, out.to(where), of_all, placed, 0.3)
+        found.append([t.cpu() for t in (part, log, *grads)])
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-5)
+assert torch_npu.calls["npu_fusion_attention"] == torch_npu.calls["npu_fusion_attention_grad"] == 1 + 1 + 2
+print("done")
+"""
+
 REFUSALS = """
 import torch, torch_npu
 def refused(action, words):
@@ -112,7 +137,9 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("code", [PLATFORM, OPERATORS, REFUSALS], ids=["platform", "operators", "refusals"])
+@pytest.mark.parametrize(
+    "code", [PLATFORM, OPERATORS, BLOCKS, REFUSALS], ids=["platform", "operators", "blocks", "refusals"]
+)
 def test_on_the_emulated_device(code, monkeypatch):
     """B90 and the rules of the operators: the code of our platform, and what a device would not take."""
     monkeypatch.delenv("ASYNCFLOW_MINDSPEED_SRC", raising=False)

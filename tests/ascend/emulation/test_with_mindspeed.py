@@ -11,6 +11,8 @@ TP2 = {"tensor_parallel": 2, "sequence_parallel": True}
 PP2, EP2 = {"pipeline_parallel": 2}, {"data_parallel": 2, "expert_parallel": 2}
 FUSED = {"npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_fusion_attention"}
 
+RING = FUSED | {"npu_fusion_attention_grad"}
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
@@ -38,6 +40,8 @@ CASES = [
     ("qwen3", {"data_parallel": 2, "distributed_optimizer": True}, FUSED),
     ("qwen3", {**PP2, "virtual_pipeline": 2}, FUSED),
     ("qwen3", {"context_parallel": 2}, FUSED),
+    ("qwen3", {"context_parallel": 2, "mindspeed": {"context_parallel": "ring"}}, RING),
+    ("deepseek_v3", {**TP2, "context_parallel": 2, "mindspeed": {"context_parallel": "ring"}}, RING),
     ("qwen3_moe", EP2, FUSED - {"npu_swiglu"}),
     ("deepseek_v3", TP2, FUSED),
     ("qwen3", {"mindspeed": {"swap_attention": True, "fused_rope": False}}, FUSED - {"npu_rotary_mul"}),
@@ -48,7 +52,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("kind", "sizes", "operators"),
     CASES,
-    ids=["tensor", "sharded", "virtual", "context", "expert", "latent", "swap", "recompute"],
+    ids=["tensor", "sharded", "virtual", "context", "ring", "latent_ring", "expert", "latent", "swap", "recompute"],
 )
 def test_engine_trains_as_on_the_cpu(models, tmp_path, kind, sizes, operators):
     job = {"model": models[kind], "sizes": sizes, "steps": 3}

@@ -11,6 +11,7 @@ TP2 = {"tensor_parallel": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 PP2 = {"pipeline_parallel": 2}
 DP2 = {"data_parallel": 2}
+RING2 = {"context_parallel": 2, "mindspeed": {"context_parallel": "ring"}}
 CASES = [
     ("qwen2", {}),
     ("qwen3", {}),
@@ -48,6 +49,12 @@ CASES = [
     ("deepseek_v3", {**SP2, **DP2, "expert_parallel": 2}),
     ("deepseek_v3_plain_queries", SP2),
     ("deepseek_v3_yarn", {}),
+    ("qwen2", RING2),
+    ("qwen3_moe", {**RING2, "expert_parallel": 2}),
+    ("deepseek_v3", RING2),
+    ("qwen2", {**SP2, **RING2}),
+    ("qwen3", {**PP2, **RING2}),
+    ("qwen2_1_kv_head", {"context_parallel": 4, "mindspeed": {"context_parallel": "ring", "recompute": ["attention"]}}),
 ]
 KV = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 64}
@@ -121,6 +128,16 @@ def test_trainer_agrees_with_transformers(groups, models, references, kind, size
     for name, buffer in dict(models[kind][1].named_buffers()).items():
         if name.endswith("e_score_correction_bias"):  # a weight that no optimizer step may change
             assert np.array_equal(ranks[0]["weights"][name], buffer.numpy())
+
+
+@pytest.mark.parametrize("sizes", [RING2, {**SP2, **RING2}], ids=["ring", "ring_and_tensor"])
+def test_ring_has_the_loss_and_gradients_of_one_rank(groups, models, sizes):
+    whole, ring = (
+        groups.of(world_of(s)).run(rank_cases.agree, folder=models["qwen3"][0], sizes=s, samples=make_samples())[0]
+        for s in ({}, sizes)
+    )
+    assert ring["metrics"] == pytest.approx(whole["metrics"], rel=1e-5)
+    assert max(distance(ring["grads"][n], g) for n, g in whole["grads"].items()) < 1e-5
 
 
 def test_distributed_optimizer_takes_the_same_step(groups, models):

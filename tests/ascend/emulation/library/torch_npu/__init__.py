@@ -22,6 +22,7 @@ _names = (  # of operators that are emulated
     "npu_rotary_position_embedding",
     "npu_scaled_masked_softmax",
     "npu_fusion_attention",
+    "npu_fusion_attention_grad",
 )
 calls = operators.calls
 globals().update({name: getattr(operators, name) for name in _names})

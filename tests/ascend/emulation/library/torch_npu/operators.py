@@ -117,6 +117,7 @@ def npu_fusion_attention(
     sparse_mode: int = 0,
     gen_mask_parallel: bool = True,
     sync: bool = False,
+    softmax_layout: str = "",
 ) -> tuple[Any, ...]:
     """Training attention: layouts SBH, BNSD, BSND and TND; causal only with the mask that the sparse mode wants."""
     name = "npu_fusion_attention"
@@ -135,7 +136,8 @@ def npu_fusion_attention(
         _require(bool(corner[0, 1]) and not bool(corner[1, :2].any()), name, "True masks out, above the diagonal")
     ends = (actual_seq_qlen, actual_seq_kvlen)
     if input_layout == "TND":
-        return _packed(query, key, value, head_num, ends, sparse_mode, atten_mask, scale)
+        return _packed(query, key, value, head_num, ends, sparse_mode, atten_mask, scale, softmax_layout)
+    _require(softmax_layout == "", name, f"softmax_layout belongs to TND, not to {input_layout}")
     _require(ends == (None, None), name, f"sequence ends belong to TND, not to {input_layout}")
     heads = {"SBH": _of_sbh, "BSND": lambda x, n: x.transpose(1, 2), "BNSD": lambda x, n: x}
     _require(input_layout in heads, name, f"layout {input_layout!r} is not emulated")
@@ -163,8 +165,28 @@ def _packed(
     sparse_mode: int,
     mask: torch.Tensor | None,
     scale: float,
+    softmax_layout: str,
 ) -> tuple[Any, ...]:
     name = "npu_fusion_attention (TND)"
+    _require(softmax_layout in ("", "TND"), name, f"softmax_layout {softmax_layout!r}")
+    _check_packed(name, query, key, value, head_num, ends)
+    _require(sparse_mode in (2, 3) or mask is None, name, "a full mask of packed samples is not emulated")
+    parts = []
+    for of_queries, of_keys in _samples(*ends):
+        q, k, v = (x.permute(1, 0, 2)[None] for x in (query[of_queries], key[of_keys], value[of_keys]))
+        out, top, total = _attend(q, k, v, None, sparse_mode, scale)
+        if softmax_layout == "TND":
+            top, total = (t[0].permute(1, 0, 2) for t in (top, total))
+        else:  # sample after sample, and in a sample head after head, whatever the shape says
+            top, total = (t.reshape(-1, head_num, 8) for t in (top, total))
+        parts.append((out[0].permute(1, 0, 2), top, total))
+    out, top, total = (torch.cat(list(part)) for part in zip(*parts))
+    return out, top, total, query.new_empty(0), 0, 0, 0
+
+
+def _check_packed(
+    name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_num: int, ends: tuple[Any, Any]
+) -> None:
     _require(query.dim() == key.dim() == value.dim() == 3, name, "three dimensions [T, N, D]")
     _require(
         head_num == query.shape[1] and head_num % key.shape[1] == 0, name, f"{head_num} heads, {key.shape[1]} keys"
@@ -174,17 +196,81 @@ def _packed(
         _require(all(type(end) is int for end in listed), name, "sequence ends are Python integers")
         _require(len(listed) <= MOST_SAMPLES, name, f"{len(listed)} sequences, at most {MOST_SAMPLES}")
         _require(listed == sorted(listed) and listed[-1] == len(tensor), name, f"ends ...{listed[-1]} of {len(tensor)}")
-    _require(sparse_mode in (2, 3) or mask is None, name, "a full mask of packed samples is not emulated")
-    parts, first, first_key = [], 0, 0
-    for end, end_key in zip(*ends):
-        q, k, v = (
-            x.permute(1, 0, 2)[None] for x in (query[first:end], key[first_key:end_key], value[first_key:end_key])
+
+
+def _samples(ends: list[int], key_ends: list[int]) -> list[tuple[slice, slice]]:
+    return [(slice(a, b), slice(c, d)) for a, b, c, d in zip([0, *ends], ends, [0, *key_ends], key_ends)]
+
+
+@_operator
+def npu_fusion_attention_grad(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dy: torch.Tensor,
+    head_num: int,
+    input_layout: str,
+    *,
+    atten_mask: torch.Tensor | None = None,
+    softmax_max: torch.Tensor,
+    softmax_sum: torch.Tensor,
+    attention_in: torch.Tensor,
+    scale_value: float = 1.0,
+    keep_prob: float = 1.0,
+    actual_seq_qlen: list[int] | None = None,
+    actual_seq_kvlen: list[int] | None = None,
+    sparse_mode: int = 0,
+    softmax_layout: str = "",
+) -> tuple[Any, ...]:
+    """Causal gradient of packed samples, from the statistics and the output that it is given and not from its own."""
+    name = "npu_fusion_attention_grad"
+    ends = (actual_seq_qlen, actual_seq_kvlen)
+    _require(input_layout == "TND" and sparse_mode == 3, name, f"not emulated: {input_layout}, mode {sparse_mode}")
+    _require(keep_prob == 1.0 and atten_mask is not None, name, "dropout, or no mask: not emulated")
+    _require(softmax_layout == "TND", name, f"softmax_layout {softmax_layout!r} is not emulated")
+    _check_packed(name, query, key, value, head_num, ends)
+    _require(dy.shape == attention_in.shape == (*query.shape[:2], value.shape[2]), name, f"dy {tuple(dy.shape)}")
+    _require(query.dtype == key.dtype == value.dtype == dy.dtype == attention_in.dtype, name, "types differ")
+    for statistics in (softmax_max, softmax_sum):
+        _require(statistics.shape == (*query.shape[:2], 8), name, f"statistics {tuple(statistics.shape)}")
+        _require(statistics.dtype == torch.float32 and statistics.is_contiguous(), name, f"{statistics.dtype}, strided")
+    parts = []
+    for of_queries, of_keys in _samples(*ends):
+        top, total = (t[of_queries].permute(1, 0, 2)[..., :1] for t in (softmax_max, softmax_sum))
+        given = (
+            t[part].float().permute(1, 0, 2)
+            for t, part in (
+                (query, of_queries),
+                (key, of_keys),
+                (value, of_keys),
+                (attention_in, of_queries),
+                (dy, of_queries),
+            )
         )
-        out, top, total = _attend(q, k, v, None, sparse_mode, scale)
-        parts.append((out[0].permute(1, 0, 2), top[0].permute(1, 0, 2), total[0].permute(1, 0, 2)))
-        first, first_key = end, end_key
-    out, top, total = (torch.cat(list(part)) for part in zip(*parts))
-    return out, top, total, query.new_empty(0), 0, 0, 0
+        parts.append(_gradients(*given, top, total, scale_value))
+    dq, dk, dv = (torch.cat(list(part), dim=1).permute(1, 0, 2).to(query.dtype) for part in zip(*parts))
+    return dq, dk, dv, query.new_empty(0)
+
+
+def _gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    top: torch.Tensor,
+    total: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of one sample, [N, S, D]; the mask begins at the lower right corner."""
+    heads = k.shape[0]
+    k, v = (t.repeat_interleave(q.shape[0] // heads, 0) for t in (k, v))
+    scores = (q @ k.mT) * scale
+    upper = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1 + k.shape[1] - q.shape[1])
+    weights = torch.exp(scores.masked_fill(upper, float("-inf")) - top) / total
+    dscores = weights * (dout @ v.mT - (out * dout).sum(-1, keepdim=True)) * scale
+    dk, dv = (t.view(heads, -1, *t.shape[1:]).sum(1) for t in (dscores.mT @ q, weights.mT @ dout))
+    return dscores @ k, dk, dv
 
 
 def _attend(
