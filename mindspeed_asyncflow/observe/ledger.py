@@ -33,8 +33,13 @@ import numpy as np
 from mindspeed_asyncflow.errors import LedgerError
 from mindspeed_asyncflow.observe.log import get_logger
 
-for _scalar in (np.int32, np.int64, np.float32):  # SQLite would store their bytes
-    sqlite3.register_adapter(_scalar, _scalar.item)
+
+def _plain(scalar: Any) -> Any:
+    return scalar.item()
+
+
+for _kind in (np.int32, np.int64, np.float32):  # SQLite would store their bytes
+    sqlite3.register_adapter(_kind, _plain)
 
 FORMAT = 1
 BATCH_S = 0.5
