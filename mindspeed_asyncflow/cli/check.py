@@ -126,7 +126,9 @@ def _weights(config: Config, model: ModelShape) -> Iterator[str]:
     if config.workflow.schedule == "colocated":
         yield "in turn: the replicas load the newest version and answer a batch, sleep, and the trainer takes a step"
         return
-    yield f"replicas load as {config.workflow.update} says"
+    native = config.rollout.native
+    sent = f", sent by {native[0]} in buckets of {native[1] // MIB} MiB" if native else ""
+    yield f"replicas load as {config.workflow.update} says{sent}"
     if config.workflow.lend:
         yield "those on the trainer's devices load at the begin of their turn, and sleep while it works"
 

@@ -73,14 +73,17 @@ def communicator_findings(config: Config, environ: Mapping[str, str]) -> Iterato
             yield Finding("error", (key,), str(error))
             return
     reserve, set_by = "cluster.memory_reserve", "placement.trainer_env" if BUFFER_ENV in own else BUFFER_ENV
-    limit = buffer_limit_mb({**environ, **own})
-    held = [_buffers(limit, set_by, TRAINER_COMMUNICATORS, TRAINER)]
-    if config.rollout.tensor_parallel > 1:  # world and tensor group
-        mb = config.rollout.ascend.hccl_buffer_mb
-        key = "rollout.ascend.hccl_buffer_mb" if mb else BUFFER_ENV
-        held.append(_buffers(mb or buffer_limit_mb(environ), key, 2, ROLLOUT))
+    limit, mb = buffer_limit_mb({**environ, **own}), config.rollout.ascend.hccl_buffer_mb
+    key, rollout_mb = "rollout.ascend.hccl_buffer_mb" if mb else BUFFER_ENV, mb or buffer_limit_mb(environ)
+    native = config.rollout.native is not None
+    trainer = [_buffers(limit, set_by, TRAINER_COMMUNICATORS, TRAINER)]
+    if native:  # senders are on the trainer's devices
+        senders = -(-config.rollout.replicas // config.trainer.world_size)
+        trainer.append(_buffers(rollout_mb, key, senders, "senders beside it"))
+    groups = (2 if config.rollout.tensor_parallel > 1 else 0) + native  # world and tensor group; weights
+    rollout = [_buffers(rollout_mb, key, groups, ROLLOUT)] if groups else []
     left = config.cluster.device.memory_gb * 1e9 * config.cluster.memory_reserve
-    for together in [held] if feasibility.sharing_replicas(config) else [[one] for one in held]:
+    for together in [[*trainer, *rollout]] if feasibility.sharing_replicas(config) else [trainer, rollout]:
         need = sum(size for _, _, size in together)
         if need > left:
             words = [said for _, said, _ in together]

@@ -29,7 +29,7 @@ class Groups:
 
 
 def hccl_groups(config: Config, devices_per_node: int) -> list[Groups]:
-    """Groups of more than one member, of trainer, critic, replicas and weights in place, in this order."""
+    """Groups of more than one member, of trainer, critic, replicas and weights on their way, in this order."""
     found = list(_of_ranks("trainer", config.trainer, 0, devices_per_node))
     if config.critic_size:  # cut as the trainer is
         found += _of_ranks("critic", config.trainer, config.trainer.world_size, devices_per_node)
@@ -37,6 +37,8 @@ def hccl_groups(config: Config, devices_per_node: int) -> list[Groups]:
     replicas = own_replicas(config) + (0 if in_place(config) else sharing_replicas(config))
     if size > 1 and replicas:
         found.append(Groups("rollout tensor", replicas, size, -(-size // devices_per_node)))
+    if config.rollout.native:  # the first one may be on another node
+        found.append(Groups("weights to a replica", replicas, 1 + size, 1 + -(-size // devices_per_node)))
     if in_place(config) and config.trainer.world_size > 1:
         ranks = range(config.trainer.world_size)
         found.append(Groups("weights in place", 1, len(ranks), _nodes(ranks, 0, devices_per_node)))

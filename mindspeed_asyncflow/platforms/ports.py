@@ -99,7 +99,7 @@ class PortPlan:
 
     trainer: HcclPorts  # trainer ranks, with replicas that live in their processes
     critic: HcclPorts  # none without a critic
-    replicas: tuple[HcclPorts, ...]  # by index; the last ones are those on trainers' devices
+    replicas: tuple[HcclPorts, ...]  # by index, with who sends to it; the last ones are those on trainers' devices
     engines: tuple[range, ...]  # TCP ports of the replicas' own processes, by index; none where HCCL chooses too
     relay: range | None  # TCP ports where weights are served to other nodes; None: any free one
 
@@ -126,6 +126,7 @@ def plan_ports(config: Config, devices_per_node: int = HCCL_BASE_PORTS) -> PortP
     how, (first, last) = config.placement.hccl_ports, config.placement.hccl_port_range
     apart = 0 if in_place(config) else sharing_replicas(config)
     count, size = own_replicas(config) + apart, config.rollout.tensor_parallel
+    size += 1 if config.rollout.native else 0  # who sends weights to a replica belongs to its group
     if how == "auto":
         free = HcclPorts(None, None)
         return PortPlan(free, free, (free,) * count, (), None)

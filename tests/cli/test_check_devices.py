@@ -95,6 +95,16 @@ def test_buffers_of_a_replica_are_named_by_the_numbers_that_make_them_too_large(
     assert "trainer" not in found.message
 
 
+def test_senders_of_weights_take_buffers_on_the_trainers_devices():
+    """Two ranks and five replicas: three senders on a device, each with one group."""
+    given = ["trainer.data_parallel=2", "trainer.tensor_parallel=1", "rollout.replicas=5"]
+    native = [*given, "rollout.ascend.transfer=hccl", "rollout.ascend.hccl_buffer_mb=800"]
+    assert list(devices.communicator_findings(parse_config(SIZED, given), {})) == []
+    (found,) = devices.communicator_findings(parse_config(SIZED, native), {})
+    assert "twice 800 MiB (rollout.ascend.hccl_buffer_mb) for each of 3 of senders beside it: 5.0 GB" in found.message
+    assert "for each of 10 of a trainer rank: 4.2 GB" in found.message
+
+
 def test_the_trainers_own_variable_sets_its_buffers_and_not_the_replicas():
     def found(text, *more):
         config = parse_config(SIZED, [f"placement.trainer_env={{HCCL_BUFFSIZE: '{text}'}}", *more])

@@ -41,6 +41,12 @@ def test_a_replica_inside_a_node_talks_over_hccs_only():
     assert str(group) == "rollout tensor: 3 x 4 devices inside a node, HCCS"
 
 
+def test_a_sender_of_weights_and_its_replica_are_a_group_that_may_cross_nodes():
+    config = config_of("rollout.tensor_parallel=4", "rollout.replicas=3", "rollout.ascend.transfer=hccl")
+    (group,) = [g for g in hccl_groups(config, 8) if g.kind == "weights to a replica"]
+    assert (group.count, group.size, group.nodes) == (3, 5, 2)
+
+
 def test_the_critic_follows_the_trainer_on_the_nodes():
     config = config_of("tensor_parallel=4", "algorithm.advantage=gae")
     found = {g.kind: g.nodes for g in hccl_groups(config, 3)}

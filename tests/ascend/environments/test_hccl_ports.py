@@ -65,6 +65,12 @@ def test_what_processes_are_told_is_disjoint_and_starts_at_their_base_port():
     assert not [(a, b) for i, a in enumerate(named) for b in named[:i] if set(a) & set(b)]
 
 
+def test_who_sends_weights_to_a_replica_has_two_ports_of_its_group_on_a_node():
+    settings = ("rollout.tensor_parallel=8", "rollout.ascend.transfer=hccl")
+    (alone,), (sent,) = (plan_ports(config(*s)).replicas for s in (settings[:1], settings))
+    assert len(sent.host) == len(alone.host) + 2 == 2 * 9
+
+
 def test_a_run_without_a_critic_keeps_no_ports_for_one():
     assert not [name for name in plan_ports(config()).groups() if name.startswith("critic")]
     assert [name for name in plan_ports(config(CRITIC)).groups() if name.startswith("critic")]

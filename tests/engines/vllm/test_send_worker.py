@@ -48,9 +48,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[SendWorker]:
     monkeypatch.setattr(sender, "HcclSender", Gathers)
     monkeypatch.setattr(Gathers, "made", [])
     rollout = RolloutConfig(tensor_parallel=1)
-    made = SendWorker(
-        rollout, CpuPlatform(), "127.0.0.1", range(1), name="sender0", tracer=Tracer("", "", enabled=False)
-    )
+    made = SendWorker(rollout, CpuPlatform(), "127.0.0.1", range(1), Tracer("", "", enabled=False))
     yield made
     made.close()
 
