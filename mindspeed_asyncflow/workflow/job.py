@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.dock.client import Claim
-from mindspeed_asyncflow.errors import ClaimLost, DeadlineExceeded, WorkerReplaced
+from mindspeed_asyncflow.errors import ClaimLost, DeadlineExceeded, StaleHandle, WorkerReplaced
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.observe.trace import get_tracer
 from mindspeed_asyncflow.workflow.book import StepBook
@@ -93,10 +93,11 @@ class Job:
 
     async def attempt(self, worker: str, work: Coroutine[Any, Any, None]) -> bool:
         """Whether the work was done. False where the process of `worker` was replaced meanwhile, or the claim on its
-        rows was lost, as with a dock pair that was started again: all that it holds is offered again."""
+        rows was lost, as with a dock pair that was started again (rows that nobody holds may go at any time): all that
+        it holds is offered again."""
         try:
             await work
-        except (WorkerReplaced, ClaimLost) as error:
+        except (WorkerReplaced, ClaimLost, StaleHandle) as error:
             held = await self.dock.forget_worker(worker)
             get_logger("workflow").warning("%s begins again with what it had (%d claims): %s", worker, held, error)
             return False
