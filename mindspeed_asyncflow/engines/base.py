@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mindspeed_asyncflow.observe.checkpoints import SavedFile
 from mindspeed_asyncflow.records import (
     Completion,
     GenRequest,
@@ -52,16 +53,24 @@ class TrainEngine(Protocol):
         """(Hugging Face name, full host tensor) in layer order, on every rank; rank 0 uses the values."""
         ...
 
-    def save_checkpoint(self, folder: str, extra: dict[str, Any]) -> None:
-        """Write model, optimizer, schedule and RNG to `folder` (all ranks write their shards)."""
+    def begin_save(self, folder: str) -> None:
+        """Model, optimizer, schedule and random states to host memory, from which this rank's part is then written to
+        `folder` beside training. Between two steps. Raises `EngineError` before `finish_save` of the last one."""
         ...
 
-    def load_checkpoint(self, folder: str) -> dict[str, Any]:
-        """Restore what `save_checkpoint` wrote and return its `extra`."""
+    def finish_save(self) -> list[SavedFile]:
+        """The files of this rank, names relative to the folder of `begin_save`, as soon as they are on the disk.
+
+        Not collective, and may run beside all other methods. Raises `CheckpointError` where the disk refused,
+        `DeadlineExceeded` where it takes nothing any more; the next save is free to begin after the former.
+        """
         ...
 
-    def save_hf(self, folder: str) -> None:
-        """Write a Hugging Face folder that `transformers` loads (weights; rank 0 copies config and tokenizer)."""
+    def load_checkpoint(self, folder: str) -> None:
+        """Restore what all ranks saved to `folder`, which every rank must see; their parallel sizes may be others.
+
+        Raises `CheckpointError`, naming the tensor, for the state of another model or type.
+        """
         ...
 
     def shards(self) -> dict[str, Any]:
@@ -99,12 +108,16 @@ class CriticEngine(Protocol):
         """As `TrainEngine.optim_step`."""
         ...
 
-    def save_checkpoint(self, folder: str, extra: dict[str, Any]) -> None:
-        """Write model, optimizer, schedule and RNG to `folder` (all ranks write their shards)."""
+    def begin_save(self, folder: str) -> None:
+        """As `TrainEngine.begin_save`."""
         ...
 
-    def load_checkpoint(self, folder: str) -> dict[str, Any]:
-        """Restore what `save_checkpoint` wrote and return its `extra`."""
+    def finish_save(self) -> list[SavedFile]:
+        """As `TrainEngine.finish_save`."""
+        ...
+
+    def load_checkpoint(self, folder: str) -> None:
+        """As `TrainEngine.load_checkpoint`."""
         ...
 
     def close(self) -> None: ...

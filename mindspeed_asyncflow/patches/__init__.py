@@ -12,7 +12,6 @@ from mindspeed_asyncflow.errors import PlatformError
 def apply_trainer(platform_name: str) -> list[str]:
     """Install the patches of a trainer, after megatron's import. Returns the names of those now in place."""
     from mindspeed_asyncflow.patches import (
-        checkpoint_writer,
         latent_attention_without_te,
         mbridge_packages,
         moe_router_gemm,
@@ -20,7 +19,7 @@ def apply_trainer(platform_name: str) -> list[str]:
         optimizer_adam,
     )
 
-    patches = [mbridge_packages, checkpoint_writer]
+    patches = [mbridge_packages]
     if platform_name == "cpu":  # MindSpeed supplies these names on the NPU
         patches += [latent_attention_without_te, moe_router_gemm, moe_split_sizes, optimizer_adam]
     for patch in patches:

@@ -19,11 +19,13 @@ from mindspeed_asyncflow.algorithms.kl import kl_values
 from mindspeed_asyncflow.config.schema import AlgorithmConfig
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.engines.base import CriticEngine
+from mindspeed_asyncflow.observe.checkpoints import SavedFile
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.records import TrainSample
 from mindspeed_asyncflow.workflow.batcher import pack
-from mindspeed_asyncflow.workflow.train_worker import ChunkReport, ChunkRules, FinishReport, trained_tokens
+from mindspeed_asyncflow.workflow.train_worker import ChunkReport, ChunkRules, FinishReport, saved_below, trained_tokens
 
+STATE = "critic"  # what a checkpoint has of critic ranks
 Plan = list[list[list[int]]]  # [replica][micro-batch][row]
 Groups = Mapping[int, tuple[int, int]]  # row -> (group id, member)
 
@@ -148,9 +150,19 @@ class CriticWorker:
             optim = self.engine.optim_step(float(tokens))
         return FinishReport(optim, time.perf_counter() - began, 0.0)
 
-    def save(self, folder: str, extra: dict) -> None:
+    def begin_save(self, folder: str) -> None:
+        """As `TrainWorker.begin_save`."""
         with self.tracer.span("critic/save", lane=self.name):
-            self.engine.save_checkpoint(str(Path(folder) / "critic"), extra)
+            self.engine.begin_save(str(Path(folder) / STATE))
+
+    def finish_save(self) -> list[SavedFile]:
+        """As `TrainWorker.finish_save`."""
+        return saved_below(STATE, self.engine.finish_save())
+
+    def load_checkpoint(self, folder: str) -> None:
+        """As `TrainWorker.load_checkpoint`."""
+        with self.tracer.span("critic/load", lane=self.name):
+            self.engine.load_checkpoint(str(Path(folder) / STATE))
 
     def close(self) -> None:
         self.engine.close()

@@ -41,6 +41,9 @@ class NoSamples:
     def finish(self, version: int) -> None:
         """The rows since the last call make `version`."""
 
+    def settle(self) -> None:
+        """Wait until what is finished so far is in its files. From any thread."""
+
     def close(self) -> None: ...
 
 
@@ -87,7 +90,7 @@ class SampleLog(NoSamples):
             self._end(version, f"they would take more than this replica's {self.limit_bytes >> 20} MiB")
             return
         self._written += size
-        self._settle()
+        self.settle()
         if self._ended:  # by the write that was under way: nothing after a hole
             return
         self._writing = self._thread.submit(self._write, version, arrays)
@@ -113,12 +116,12 @@ class SampleLog(NoSamples):
             why,
         )
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         if self._writing is not None:
             self._writing.result()
 
     def close(self) -> None:
-        self._settle()
+        self.settle()
         self._thread.shutdown()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from mindspeed_asyncflow.algorithms.moments import Moments
 from mindspeed_asyncflow.config.schema import AlgorithmConfig, CorrectionConfig
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.engines.base import TrainEngine
+from mindspeed_asyncflow.observe.checkpoints import SavedFile
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.records import OptimReport, TrainSample
 from mindspeed_asyncflow.reshard.relay_server import RelayServer
@@ -25,6 +26,7 @@ from mindspeed_asyncflow.workflow.publisher import Publisher, RankShards
 from mindspeed_asyncflow.workflow.sample_log import NoSamples
 
 TRAIN_COLUMNS = ["prompt_ids", "response_ids", "rollout_logprobs", "finish"]
+STATE = "trainer"  # what a checkpoint has of trainer ranks
 CUT_OFF = 1  # code of the `finish` column for an answer that ended at the length limit
 
 
@@ -226,13 +228,21 @@ class TrainWorker:
         cuts = np.cumsum([len(r) for _, r in self.probe])[:-1]
         return np.split(flat[packed.loss_mask > 0], cuts)
 
-    def save(self, folder: str, extra: dict) -> None:
-        """Checkpoint shards, then the Hugging Face folder of the trained policy beside it."""
+    def begin_save(self, folder: str) -> None:
+        """This rank's state to host memory, on its way to the checkpoint that is written in `folder`."""
         with self.tracer.span("train/save", lane=self.name):
-            self.engine.save_checkpoint(str(Path(folder) / "trainer"), extra)
-            self.engine.save_hf(str(Path(folder) / "hf"))
-            if self.name == "trainer0":
-                (Path(folder) / "extra.json").write_text(json.dumps(extra))
+            self.engine.begin_save(str(Path(folder) / STATE))
+
+    def finish_save(self) -> list[SavedFile]:
+        """The files of this rank, named from the checkpoint, as soon as they are on the disk. Beside training."""
+        files = saved_below(STATE, self.engine.finish_save())
+        self.samples.settle()  # of the steps that the checkpoint has
+        return files
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Go on from the checkpoint in `folder`, whatever the parallel sizes of its ranks were."""
+        with self.tracer.span("train/load", lane=self.name):
+            self.engine.load_checkpoint(str(Path(folder) / STATE))
 
     def close(self) -> None:
         if self.server is not None:
@@ -242,6 +252,11 @@ class TrainWorker:
         self.engine.close()
         self.dock.close()
         self.tracer.close()
+
+
+def saved_below(folder: str, files: Sequence[SavedFile]) -> list[SavedFile]:
+    """`files` of `folder`, named from the folder above it."""
+    return [dataclasses.replace(file, name=f"{folder}/{file.name}") for file in files]
 
 
 def trained_tokens(

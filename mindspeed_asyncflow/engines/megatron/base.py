@@ -26,13 +26,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mindspeed_asyncflow.config.parallel import check_parallel
 from mindspeed_asyncflow.config.schema import TrainerConfig
-from mindspeed_asyncflow.engines.megatron import checkpoint, collect, world
+from mindspeed_asyncflow.engines.megatron import collect, world
 from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
 from mindspeed_asyncflow.engines.megatron.bridges import make_bridge
+from mindspeed_asyncflow.engines.megatron.checkpoint import Checkpointer
 from mindspeed_asyncflow.engines.megatron.export import plan_export
 from mindspeed_asyncflow.engines.megatron.feed import RankBatch, make_rank_batches
 from mindspeed_asyncflow.engines.megatron.optim import GradientStep, make_optimizer, wrap_data_parallel
+from mindspeed_asyncflow.engines.megatron.shards import named_weights, trainer_layout
 from mindspeed_asyncflow.engines.megatron.state import Leftovers, state_by_kind
+from mindspeed_asyncflow.observe.checkpoints import SavedFile
 from mindspeed_asyncflow.platforms import modules
 from mindspeed_asyncflow.platforms.ports import HeldPort
 from mindspeed_asyncflow.records import MicroBatch, OptimReport
@@ -97,6 +100,11 @@ class MegatronEngine(abc.ABC):
         self._loaded()
         self.models = wrap_data_parallel(self.config, trainer, wrapped)
         self.step = GradientStep(trainer, self.models, make_optimizer(trainer, torch_dtype, self.models))
+        self.layout = trainer_layout(self.model, trainer)
+        weights = named_weights(self.bridge, self.chunks)
+        self._checkpointer = Checkpointer(
+            self.platform, self.layout, rank, weights, self.step, model_folder=model_folder, timeout_s=timeout_s
+        )
         self.plan = plan_export(self.bridge, self.chunks)
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
@@ -209,13 +217,17 @@ class MegatronEngine(abc.ABC):
     def train_state(self) -> dict[str, list[torch.Tensor]]:
         return state_by_kind(self.chunks, self.step)
 
-    def save_checkpoint(self, folder: str, extra: dict[str, Any]) -> None:
-        checkpoint.save(folder, self.chunks, self.step, extra)
+    def begin_save(self, folder: str) -> None:
+        self._checkpointer.begin(folder)
 
-    def load_checkpoint(self, folder: str) -> dict[str, Any]:
-        return checkpoint.load(folder, self.chunks, self.step)
+    def finish_save(self) -> list[SavedFile]:
+        return self._checkpointer.finish()
+
+    def load_checkpoint(self, folder: str) -> None:
+        self._checkpointer.load(folder)
 
     def close(self) -> None:
+        self._checkpointer.close()
         world.leave_world(self._joined)
 
 

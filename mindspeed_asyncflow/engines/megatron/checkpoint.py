@@ -1,83 +1,250 @@
-"""Checkpoints in megatron's sharded format: model, optimizer, applied steps, RNG, and a JSON file of the caller's."""
+"""A rank's train state: to host memory in one pause, from there to a file beside training, and back into any layout.
+
+    begin   every tensor that no other rank writes is copied to the host         [the pause: nothing but these copies]
+      -> thread   the file of this rank (reshard/state_files.py); no collective, no process, nothing of the device
+    finish  what was written, as soon as it is on the disk
+
+Kept are weights, float32 master weights, moments, the number of applied steps (of which the learning rate is a
+function) and random states. Files name boxes of full tensors, so other sizes of TP, PP, EP and DP can load them.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Sequence
+import base64
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from mindspeed_asyncflow.engines.megatron import optim_state
 from mindspeed_asyncflow.engines.megatron.optim import GradientStep
-from mindspeed_asyncflow.errors import EngineError
+from mindspeed_asyncflow.errors import CheckpointError, DeadlineExceeded, EngineError
+from mindspeed_asyncflow.observe.checkpoints import SavedFile, explained, sums
+from mindspeed_asyncflow.platforms.base import Platform
+from mindspeed_asyncflow.platforms.memory import HostPool
+from mindspeed_asyncflow.reshard.boxes import matrix_shape, whole
+from mindspeed_asyncflow.reshard.hf_folder import MODEL, MODEL_FILES
+from mindspeed_asyncflow.reshard.layout import Layout, LocalParam, Segment
+from mindspeed_asyncflow.reshard.state_files import WEIGHT, Piece, StateFiles, file_name, write_rank
 
-EXTRA = "extra.json"
-OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-def _rng_state() -> dict[str, Any]:
-    return {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+@dataclass
+class _Writing:
+    """What goes to the disk for one save."""
+
+    rank: int
+    folder: Path
+    pieces: Sequence[Piece]
+    model_files: Sequence[Path]
+    tensors: Mapping[str, tuple[int, ...]]
+    notes: Mapping[str, Any]
+    written: int = 0  # bytes so far
+
+    def run(self) -> list[SavedFile]:
+        with explained(self.folder / file_name(self.rank), "written"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = write_rank(self.folder, self.rank, self.pieces, self.tensors, self.notes, self._wrote)
+            if not self.model_files:
+                return [file]
+            (self.folder / MODEL).mkdir(exist_ok=True)
+            for source in self.model_files:
+                shutil.copyfile(source, self.folder / MODEL / source.name)
+            return [file, *sums(self.folder, MODEL)]
+
+    def _wrote(self, count: int) -> None:
+        self.written += count
 
 
-def _restore_rng(saved: dict[str, Any]) -> None:
-    torch.set_rng_state(saved["torch"])
+class Checkpointer:
+    """Not collective: every rank saves and loads by itself, and all must do so between the same two steps."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        layout: Layout,
+        rank: int,
+        weights: Mapping[str, torch.Tensor],
+        step: GradientStep,
+        *,
+        model_folder: str,
+        timeout_s: float,
+    ) -> None:
+        """`weights`: the rank's parameters by their names in `layout`; those that are not in it (the critic's head) are
+        whole on every rank that has them. `timeout_s`: a disk that takes no byte for so long is given up."""
+        self._platform, self._rank, self._step, self._timeout_s = platform, rank, step, timeout_s
+        self._model_folder, self._world = Path(model_folder), layout.world_size
+        self._weights = dict(weights)
+        known = {param.name: param for param in layout.ranks[rank]}
+        self._params = {name: known.get(name) or _whole_param(name, tensor) for name, tensor in weights.items()}
+        self._tensors = {name: tuple(tensor.shape) for name, tensor in layout.tensors.items()}
+        self._mine = _written_here(layout, rank, self._params)
+        self._pool = HostPool(platform)
+        self._host: list[torch.Tensor] = []  # of the pool, while a file is written
+        self._writing: tuple[_Writing, Future[list[SavedFile]]] | None = None
+        # a thread that is there already: starting one would wait for it inside the pause
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    # -- out -----------------------------------------------------------------------------------------------------------
+
+    def begin(self, folder: str) -> None:
+        """Copy the state to host memory, and have it written to `folder` (made if missing) from now on."""
+        if self._writing is not None:
+            raise EngineError(f"rank {self._rank} is still to finish the checkpoint in {self._writing[0].folder}")
+        self._platform.synchronize()
+        pieces = [self._copy(*item) for item in self._state()]
+        self._platform.synchronize()  # the copies are done
+        notes = {
+            "world": self._world,
+            "applied_steps": self._step.applied,
+            "adam_steps": optim_state.steps_taken(self._step.optimizer),
+            "random": _random_state(),
+        }
+        named = [self._model_folder / name for name in MODEL_FILES] if self._rank == 0 else []
+        beside = [path for path in named if path.is_file()]
+        writing = _Writing(self._rank, Path(folder), pieces, beside, self._tensors, notes)
+        self._writing = writing, self._thread.submit(writing.run)
+
+    def finish(self) -> list[SavedFile]:
+        """What `begin` had written, names relative to its folder, as soon as it is on the disk. May run beside anything
+        but `begin`. Raises `CheckpointError` for what the disk refused."""
+        if self._writing is None:
+            raise EngineError(f"rank {self._rank} has begun no checkpoint")
+        writing, future = self._writing
+        seen = -1
+        while not wait([future], self._timeout_s).done:
+            if seen == writing.written:
+                raise DeadlineExceeded(
+                    f"rank {self._rank}: the disk of {writing.folder} has taken nothing of the checkpoint for "
+                    f"{self._timeout_s:g} s, after {seen} bytes"
+                )
+            seen = writing.written
+        self._pool.give(self._host)
+        self._host, self._writing = [], None
+        return future.result()
+
+    def close(self) -> None:
+        """What is being written is written to its end."""
+        self._thread.shutdown()
+
+    def _state(self) -> list[tuple[str, str, int, torch.Tensor]]:
+        """(kind, parameter, first element, tensor) of all that this rank writes."""
+        found = [(WEIGHT, name, 0, self._weights[name].detach()) for name in self._mine]
+        for share in optim_state.shares(self._step.optimizer, self._weights):
+            if not share.sharded and share.name not in self._mine:
+                continue
+            if share.copied:
+                found.append((optim_state.MASTER, share.name, share.start, share.main.detach()))
+            found += [(k, share.name, share.start, v) for k, v in share.state.items() if torch.is_tensor(v)]
+        return found
+
+    def _copy(self, kind: str, name: str, start: int, tensor: torch.Tensor) -> Piece:
+        if tensor.dtype not in DTYPES:
+            raise EngineError(f"{kind} of {name} has type {tensor.dtype}; a checkpoint can have {list(DTYPES)}")
+        source = tensor.contiguous().view(-1).view(torch.uint8)
+        host = self._pool.take(source.numel())
+        parts = source.split([p.numel() for p in host]) if len(host) > 1 else [source]
+        for piece, part in zip(host, parts):
+            piece.copy_(part, non_blocking=True)
+        self._host += host
+        buffers = [piece.numpy() for piece in host]
+        return Piece(kind, self._params[name], start, tensor.numel(), DTYPES[tensor.dtype], buffers)
+
+    # -- back ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, folder: str) -> None:
+        """Restore what all ranks of any layout wrote to `folder`.
+
+        Raises `CheckpointError`, naming the tensor, where it is the state of another model, type or optimizer.
+        """
+        files = StateFiles(Path(folder))
+        self._check_model(files)
+        for name, weight in self._weights.items():
+            self._fill(files, WEIGHT, name, 0, weight)
+        notes = files.notes[0]
+        for share in optim_state.shares(self._step.optimizer, self._weights):
+            if share.copied:
+                self._fill(files, optim_state.MASTER, share.name, share.start, share.main)
+            share.state.clear()
+            if notes["adam_steps"]:
+                for kind in sorted(files.kinds() - {WEIGHT, optim_state.MASTER}):
+                    share.state[kind] = torch.empty_like(share.main)
+                    self._fill(files, kind, share.name, share.start, share.state[kind])
+        optim_state.set_steps_taken(self._step.optimizer, int(notes["adam_steps"]))
+        self._step.applied = int(notes["applied_steps"])
+        if len(files.notes) == self._world:
+            _restore_random(files.notes[self._rank]["random"])
+        self._platform.synchronize()
+
+    def _check_model(self, files: StateFiles) -> None:
+        for name in {**self._tensors, **files.tensors}:
+            here, there = self._tensors.get(name), files.tensors.get(name)
+            if here != there:
+                raise CheckpointError(
+                    f"{files.folder} is the state of another model: {name} is {there or 'absent'} there and "
+                    f"{here or 'absent'} in {self._model_folder}"
+                )
+
+    def _fill(self, files: StateFiles, kind: str, name: str, start: int, target: torch.Tensor) -> None:
+        """`target`: elements from `start` on of a parameter."""
+        count = target.numel()
+        if not count:
+            return
+        param = self._params[name]
+        cols = matrix_shape(param.shape)[1]
+        first, last = start // cols, -(-(start + count) // cols)
+        found = files.local(kind, param, (first, last), DTYPES[target.dtype])
+        flat = torch.from_numpy(found.reshape(-1).view("u1"))
+        width, begin = target.element_size(), start - first * cols
+        target.view(-1).copy_(flat[begin * width : (begin + count) * width].view(target.dtype))
+
+
+def _whole_param(name: str, tensor: torch.Tensor) -> LocalParam:
+    shape = tuple(tensor.shape)
+    return LocalParam(name, shape, (Segment(name, whole(shape)),))
+
+
+def _written_here(layout: Layout, rank: int, params: Mapping[str, LocalParam]) -> set[str]:
+    """The parameters that `rank` writes of those that several ranks hold the same of; each is some rank's."""
+    ranks_of: dict[int, list[int]] = {}  # replicas share one tuple
+    for other, held in enumerate(layout.ranks):
+        ranks_of.setdefault(id(held), []).append(other)
+    holders: dict[LocalParam, list[int]] = {}
+    for same in ranks_of.values():
+        for param in layout.ranks[same[0]]:
+            holders.setdefault(param, []).extend(same)
+    mine = set()
+    for name, param in params.items():
+        able = sorted(holders.get(param, [rank]))
+        if able[zlib.crc32(name.encode()) % len(able)] == rank:
+            mine.add(name)
+    return mine
+
+
+def _random_state() -> dict[str, Any]:
+    tracked = {name: _text(state) for name, state in get_cuda_rng_tracker().get_states().items()}
+    return {"torch": _text(torch.get_rng_state()), "tracker": tracked}
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _restore_random(saved: Mapping[str, Any]) -> None:
+    def state(text: str) -> torch.Tensor:
+        return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+    torch.set_rng_state(state(saved["torch"]))
     own = get_cuda_rng_tracker().get_states()
+    found = {name: state(text) for name, text in saved["tracker"].items()}
     # generators of CPU and NPU have states of different sizes: what the other platform saved says nothing here
-    if all(len(state) == len(own[name]) for name, state in saved["tracker"].items() if name in own):
-        get_cuda_rng_tracker().set_states(saved["tracker"])
-
-
-def _sharded_state(chunks: Sequence[Any], step: GradientStep, loading: bool) -> dict[str, Any]:
-    model = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
-    flat = model["model0"] if len(chunks) == 1 else model
-    state: dict[str, Any] = dict(model)
-    state["optimizer"] = step.optimizer.sharded_state_dict(flat, is_loading=loading, metadata=OPTIMIZER_FORMAT)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    state["rng"] = ShardedObject("rng", _rng_state(), (world,), (rank,))
-    state["applied_steps"] = step.applied
-    return state
-
-
-def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
-    """The state of parameters by itself: under MindSpeed, a distributed optimizer's `load_state_dict` is MindSpeed's,
-    which does not know the format."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    states = [state] if len(parts) == 1 else [state[i] for i in sorted(state)]
-    held = [of_part.pop("param_state", None) for of_part in states]
-    optimizer.load_state_dict(state)
-    for part, of_parameters in zip(parts, held, strict=True):
-        if of_parameters is not None:
-            part.load_parameter_state_from_fully_reshardable(of_parameters)
-
-
-def save(folder: str, chunks: Sequence[Any], step: GradientStep, extra: dict[str, Any]) -> None:
-    """Write all shards to `folder` (made if missing). Collective; returns when all ranks have written."""
-    if dist.get_rank() == 0:
-        os.makedirs(folder, exist_ok=True)
-    dist.barrier()
-    dist_checkpointing.save(_sharded_state(chunks, step, loading=False), folder)
-    if dist.get_rank() == 0:
-        with open(os.path.join(folder, EXTRA), "w") as f:
-            json.dump(extra, f)
-    dist.barrier()
-
-
-@torch.no_grad()
-def load(folder: str, chunks: Sequence[Any], step: GradientStep) -> dict[str, Any]:
-    """Restore what `save` wrote, on the same number of ranks, and return its `extra`. Collective."""
-    path = os.path.join(folder, EXTRA)
-    if not os.path.isfile(path):
-        raise EngineError(f"{folder} is not a complete trainer checkpoint: {EXTRA} is missing")
-    state = dist_checkpointing.load(_sharded_state(chunks, step, loading=True), folder)
-    for i, chunk in enumerate(chunks):
-        chunk.load_state_dict(state[f"model{i}"])
-    _load_optimizer(step.optimizer, state["optimizer"])
-    step.applied = int(state["applied_steps"])
-    _restore_rng(state["rng"])
-    with open(path) as f:
-        return json.load(f)
+    if found.keys() == own.keys() and all(len(found[name]) == len(own[name]) for name in own):
+        get_cuda_rng_tracker().set_states(found)

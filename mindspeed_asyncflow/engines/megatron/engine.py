@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,20 +12,8 @@ import torch.distributed as dist
 
 from mindspeed_asyncflow.engines.megatron.base import MegatronEngine
 from mindspeed_asyncflow.engines.megatron.export import export_tensors, held_weights
-from mindspeed_asyncflow.engines.megatron.shards import check_shards, named_shards, trainer_layout
+from mindspeed_asyncflow.engines.megatron.shards import check_shards, named_shards
 from mindspeed_asyncflow.records import MicroBatch
-
-COPIED_FILES = (  # what a Hugging Face folder has beside weights
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 
 
 class MegatronTrainEngine(MegatronEngine):
@@ -40,7 +26,6 @@ class MegatronTrainEngine(MegatronEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.layout = trainer_layout(self.model, self.trainer)
         check_shards(self.layout, dist.get_rank(), self.shards())
 
     def _token_loss(self, found: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -69,16 +54,3 @@ class MegatronTrainEngine(MegatronEngine):
 
     def shards(self) -> dict[str, torch.Tensor]:
         return named_shards(self.bridge, self.chunks)
-
-    def save_hf(self, folder: str) -> None:
-        tensors = dict(self.export_weights())
-        if dist.get_rank() == 0:
-            from safetensors.torch import save_file
-
-            os.makedirs(folder, exist_ok=True)
-            save_file(tensors, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
-            for name in COPIED_FILES:
-                source = os.path.join(self.model_folder, name)
-                if os.path.isfile(source):
-                    shutil.copyfile(source, os.path.join(folder, name))
-        dist.barrier()

@@ -21,13 +21,19 @@ def trainer_layout(model: Mapping[str, Any], trainer: TrainerConfig) -> Layout:
     return train_layout(describe(model), TrainParallel.of(trainer))
 
 
-def named_shards(bridge: Any, chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """This rank's weights under megatron's names, with layers and experts counted over all ranks. No copies."""
-    shards = {}
+def named_weights(bridge: Any, chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """This rank's weights, the parameters themselves, under megatron's names, with layers and experts counted over all
+    ranks."""
+    found = {}
     for chunk in chunks:
         names = bridge._weight_name_mapping_mcore_local_to_global(chunk, consider_ep=True)
-        shards.update({names[local]: tensor.detach() for local, tensor in held_weights(chunk).items()})
-    return shards
+        found.update({names[local]: tensor for local, tensor in held_weights(chunk).items()})
+    return found
+
+
+def named_shards(bridge: Any, chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """`named_weights` without gradients. No copies."""
+    return {name: tensor.detach() for name, tensor in named_weights(bridge, chunks).items()}
 
 
 def check_shards(layout: Layout, rank: int, shards: Mapping[str, torch.Tensor]) -> None:

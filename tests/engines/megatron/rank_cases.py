@@ -195,40 +195,6 @@ def padded_vocabulary(rank: int, folder: str, samples: list) -> dict[str, Any]:
         return found | {"rows": len(head)}
 
 
-def round_trip(rank: int, folder: str, sizes: dict, out: str) -> None:
-    with engine(rank, folder, sizes) as made:
-        made.save_hf(out)
-
-
-def resume(rank: int, folder: str, sizes: dict, samples: list, out: str) -> dict[str, Any]:
-    """Two steps, a checkpoint, two more; and the last two again in a new engine that loads the checkpoint."""
-    sizes = {**sizes, "lr_warmup_steps": 3, "lr_decay": "cosine", "steps": 10}
-
-    def steps(made: Any, count: int) -> list[tuple[float, float]]:
-        reports = []
-        for _ in range(count):
-            made.forward_backward(share(samples, made))
-            report = made.optim_step(10.0)
-            reports.append((report.lr, report.grad_norm))
-        return reports
-
-    with engine(rank, folder, sizes) as made:
-        steps(made, 2)
-        made.save_checkpoint(os.path.join(out, "step2"), {"version": 2})
-        straight = steps(made, 2)
-        weights = {name: t.numpy() for name, t in made.export_weights()}
-    with engine(rank, folder, sizes) as made:
-        extra = made.load_checkpoint(os.path.join(out, "step2"))
-        resumed = steps(made, 2)
-        again = {name: t.numpy() for name, t in made.export_weights()}
-    return {
-        "extra": extra,
-        "straight": straight,
-        "resumed": resumed,
-        "equal": all(np.array_equal(weights[n], again[n]) for n in weights),
-    }
-
-
 def tensor_parallel_logprobs(rank: int, logits: np.ndarray, targets: np.ndarray, size: int) -> dict[str, np.ndarray]:
     """Each rank holds half of the (padded) vocabulary; gradient of sum(log-prob * (1, 2, 3, ...))."""
     import torch.distributed as dist

@@ -156,4 +156,4 @@ def test_checkpoint_continues_exactly(groups, models, samples, tmp_path, sizes):
         critic_cases.resume, folder=models["qwen2"][0], sizes=sizes, samples=samples, ways=ways_of(sizes),
         out=str(tmp_path),
     ):  # fmt: skip
-        assert r == {"extra": {"version": 1}, "equal": True}
+        assert r == {"equal": True}
