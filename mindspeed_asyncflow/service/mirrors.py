@@ -51,7 +51,6 @@ class Mirrors:
         self._secret = secrets.token_bytes(16)
         self._sources: tuple[str, ...] = ()
         self._nodes: dict[int, _Node] = {}  # by the replica that fetches
-        self._made = 0
         self._changing = asyncio.Lock()
 
     def all(self) -> list[Mirror]:
@@ -99,8 +98,7 @@ class Mirrors:
             self._sources = tuple(await self._serve(self.relays.servers, self._secret))
         w, first = self.workflow, members[0]
         silence_s = w.watchdog_s / 2  # says more than the watchdog, so it comes first
-        path = shm_path(f"mirror{self._made}")
-        self._made += 1
+        path = shm_path(f"mirror-{secrets.token_hex(4)}")  # never one that a process may still have open
         route = MirrorRoute(path, self._sources, self._secret, w.keep_versions, silence_s, w.relay_delta)
         worker = self.workers[first]
         await worker.use_mirror(route)

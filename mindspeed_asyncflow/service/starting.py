@@ -35,6 +35,7 @@ from mindspeed_asyncflow.service.relays import plan_relays
 from mindspeed_asyncflow.service.replicas import Replicas
 from mindspeed_asyncflow.service.senders import Senders
 from mindspeed_asyncflow.service.supervision import Supervision
+from mindspeed_asyncflow.service.workers import BESIDE_TRAINING
 from mindspeed_asyncflow.workflow.answering import GRACE_S
 from mindspeed_asyncflow.workflow.dock_port import ThreadDock
 from mindspeed_asyncflow.workflow.evaluating import Evaluation
@@ -70,6 +71,7 @@ class Starting(Keeping):
         )
         self.events = NoEvents()
         self.in_place = in_place(config)
+        self.threads = config.workflow.lanes + CALLS_BESIDE_ANSWERS  # of one replica
         self.trainers: list[Any] = []
         self.sharing: dict[int, Any] = {}  # replicas on devices of trainer ranks, by index
         self.senders: Senders | None = None  # where weights do not come through the relay
@@ -88,15 +90,14 @@ class Starting(Keeping):
         config, secret = self.config, secrets.token_bytes(16)
         self.home = assign(config, nodes())
         say("starting dock")
-        threads = config.workflow.lanes + CALLS_BESIDE_ANSWERS
         self.pairs = [self.spawn(f"dock{i}") for i in range(config.dock.pairs)]
-        ranks = self.spawn_trainers(beside=threads if self.in_place else 0)
+        ranks = self.spawn_trainers(beside=self.threads if self.in_place else 0)
         self.references = [self.spawn_reference(0)] if config.algorithm.kl_coef > 0 else []
         self.critics = self.spawn_critics()
         self.scorer = self.spawn_scorer()
         self.supervision = Supervision(config.faults, self.events.note)
         self.replicas = Replicas(
-            lambda index: self.spawn_replica(index, config.rollout.tensor_parallel, concurrency=threads),
+            lambda index: self.spawn_replica(index, config.rollout.tensor_parallel, concurrency=self.threads),
             own_replicas(config),
             needed_replicas(config),
             config.workflow.start_timeout_s,
@@ -116,8 +117,8 @@ class Starting(Keeping):
         claimers = (config.rollout.replicas + sharing_replicas(config)) * config.workflow.lanes + 5
         self.dock = ThreadDock(wiring.dock_client(self.spec), PARTITION, claimers)
         say(self._who_starts())
-        await self._start_workers(ranks, threads)
-        await self._connect()
+        await self._start_workers(ranks)
+        await self.connect()
 
     def _who_starts(self) -> str:
         config = self.config
@@ -128,25 +129,56 @@ class Starting(Keeping):
             f"{config.rollout.replicas} rollout replica(s){lent} ({config.rollout.engine}), scorer"
         )
 
-    async def _start_workers(self, ranks: Sequence[Remote], threads: int) -> None:
+    async def _start_workers(self, ranks: Sequence[Remote]) -> None:
         """Replicas on trainers' devices before the trainers, everything else at the same time."""
-        config, spec = self.config, self.spec
-        self.relays = plan_relays([self.places[r.name] for r in ranks], always_mirror=config.workflow.relay == "mirror")
-        if config.rollout.native:
-            self.senders = Senders(self, ranks)
+        spec = self.spec
+        self._plan_ways(ranks)
         self.replicas.start()
         others = {r.name: r.build(wiring.build_reference, spec, i) for i, r in enumerate(self.references)}
         others["scorer"] = self.scorer.build(wiring.build_scorer, spec)
         critics = self.start_critics(self.critics, spec)
-        await asyncio.gather(self.in_time(others), self._start_ranks(ranks, threads), critics, self.replicas.enough())
+        await asyncio.gather(self.in_time(others), self.start_ranks(ranks), critics, self.replicas.enough())
         self.scorer, self.references = self.keep_scorer(self.scorer), self.keep_references(self.references)
         self.keep_pairs(self.pairs)
 
-    async def _start_ranks(self, ranks: Sequence[Remote], threads: int) -> None:
+    async def start_group(self) -> None:
+        """Trainer and critic ranks, and the replicas on their devices, in place of those that are gone; everything else
+        is up, and nobody uses it."""
+        ranks = self.spawn_trainers(beside=self.threads if self.in_place else 0)
+        self.critics = self.spawn_critics()
+        await self.find_places_again([*ranks, *self.critics])
+        self._plan_ways(ranks)
+        await asyncio.gather(self.start_ranks(ranks), self.start_critics(self.critics, self.spec))
+        await self.connect()
+
+    def end_group(self) -> None:
+        """Their processes are killed."""
+        for watch in self._watching:
+            watch.cancel()
+        for member in self.group():
+            member.kill()
+            self.workers.remove(member)
+        self._watching, self.sharing, self.turns = [], {}, NoTurns()
+
+    def group(self) -> list[Remote]:
+        """Processes that are of no use without each other: trainer and critic ranks, and replicas on their devices."""
+        names = ("trainer", "critic", *(f"rollout{i}" for i in self.sharing))
+        return [w for w in self.workers if w.name.rstrip("0123456789") in names or w.name in names]
+
+    def _plan_ways(self, ranks: Sequence[Remote]) -> None:
+        config = self.config
+        self.relays = plan_relays([self.places[r.name] for r in ranks], always_mirror=config.workflow.relay == "mirror")
+        if self.senders is not None:
+            self.senders.ranks = ranks
+        elif config.rollout.native:
+            self.senders = Senders(self, ranks)
+
+    async def start_ranks(self, ranks: Sequence[Remote]) -> None:
+        """Trainer ranks, and the replicas on their devices."""
         spec = self.spec
         if self.in_place:
             self.sharing = {i: Part(r, "rollout", f"rollout{i}", BESIDE) for i, r in enumerate(ranks)}
-            self.trainers = [Part(r, "trainer", r.name, aside=("published",)) for r in ranks]
+            self.trainers = [Part(r, "trainer", r.name, aside=BESIDE_TRAINING) for r in ranks]
             master = await self.rendezvous(ranks[0])
             await self.in_time({r.name: r.build(wiring.OneProcess, spec, i) for i, r in enumerate(ranks)})
             await self._put_to_rest()
@@ -156,12 +188,12 @@ class Starting(Keeping):
         self.trainers = list(ranks)
         first = own_replicas(self.config)
         for index in range(first, first + sharing_replicas(self.config)):
-            self.sharing[index] = await self._spawn_beside(index, ranks, index - first, threads)
+            self.sharing[index] = await self._spawn_beside(index, ranks, index - first)
         await self.in_time({r.name: r.build(wiring.build_rollout, spec, i, True) for i, r in self.sharing.items()})
         await self._put_to_rest()
         await self.start_trainers(ranks, spec, self.relays.ranks, gives=bool(self.sharing))
 
-    async def _spawn_beside(self, index: int, ranks: Sequence[Remote], number: int, threads: int) -> Remote:
+    async def _spawn_beside(self, index: int, ranks: Sequence[Remote], number: int) -> Remote:
         """A replica on the devices of its trainer ranks, which Ray counts for those only."""
         size = self.config.rollout.tensor_parallel
         beside = ranks[number * size : (number + 1) * size]
@@ -170,7 +202,7 @@ class Starting(Keeping):
         if devices:
             started["environment"] |= {VISIBLE_ENV: visible_to(devices)}
         node = self.places[beside[0].name].node
-        worker = self.spawn(f"rollout{index}", concurrency=threads, node=node, **started)
+        worker = self.spawn(f"rollout{index}", concurrency=self.threads, node=node, **started)
         self._watching.append(asyncio.ensure_future(self._watch(index, worker)))
         return worker
 
@@ -187,7 +219,7 @@ class Starting(Keeping):
         building = remote.build(wiring.build_rollout, self.spec, index)
         await (building if self.senders is None else self.senders.add(index, remote, building, self.spec))
 
-    async def _connect(self) -> None:
+    async def connect(self) -> None:
         """Ways of weights from trainers to replicas, and turns where they share devices."""
         config = self.config
         table = await self.within(self.trainers[0].table(), "trainer0 to describe the relay")

@@ -15,6 +15,7 @@ from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.actors import Remote, here, spawn
 from mindspeed_asyncflow.service.cleanup import shm_path
+from mindspeed_asyncflow.service.head import daemons
 from mindspeed_asyncflow.service.placement import DEVICE
 from mindspeed_asyncflow.service.process_table import ProcessTable
 from mindspeed_asyncflow.service.relays import Place, RelayOfRank, over_loopback
@@ -61,7 +62,8 @@ class Workers:
         """Where the workers run, by name, and the driver. `others`: places that are known already; `all_there`: no
         process on another node can come in later."""
         found = {"driver": Place(*here()), **others}
-        self.table.enter("driver", os.getpid(), found["driver"].ip)
+        for name, pid in {"driver": os.getpid(), **daemons()}.items():
+            self.table.enter(name, pid, found["driver"].ip)
 
         async def ask(worker: Remote) -> None:
             found[worker.name] = Place(*await worker.where())
@@ -69,6 +71,13 @@ class Workers:
         await self.in_time({worker.name: ask(worker) for worker in workers})
         private = not os.environ.get("RAY_ADDRESS")
         self.places = over_loopback(found) if all_there or private else found
+
+    async def find_places_again(self, workers: Sequence[Remote]) -> None:
+        """Of processes that take the place of others of their names."""
+        for worker in workers:
+            node, ip = await self.within(worker.where(), f"{worker.name} to say where it runs")
+            here_only = self.places[worker.name].ip == "127.0.0.1"
+            self.places[worker.name] = Place(node, "127.0.0.1" if here_only else ip)
 
     async def start_dock(self, pairs: Sequence[Remote], secret: bytes) -> list[str]:
         """Addresses of the pairs, also left in the run folder for `asyncflow dock`."""
