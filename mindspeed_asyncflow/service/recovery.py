@@ -1,0 +1,88 @@
+"""The training group: trainer and critic ranks, and the replicas on their devices. It lives and dies together.
+
+a rank dies or freezes ─► the loops end ─► the rest of the group is killed; replicas elsewhere stop what they answer
+    ─► the group is started again ─► it and the driver go back to the newest checkpoint, or to version 0 ─► the loops
+       go on with the same replicas, scorer and dock
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from mindspeed_asyncflow.errors import WorkerLost
+from mindspeed_asyncflow.observe import checkpoints
+from mindspeed_asyncflow.observe.log import get_logger
+from mindspeed_asyncflow.service.session import Session
+
+NOTICE_S = 5.0  # an error of a rank whose neighbour died comes first; the death is known by then
+STOP_AGAIN_S = 0.05
+
+
+class Recovery:
+    """`train` in place of the session's. Lives in the driver's event loop, from when all processes are up."""
+
+    def __init__(self, session: Session, say: Callable[[str], None]) -> None:
+        self.session, self.say = session, say
+        self._watches: list[asyncio.Task[None]] = []
+
+    async def train(self) -> None:
+        """All steps, whatever becomes of the group's processes. Raises `WorkerLost` where it was lost too often."""
+        self._watch()
+        try:
+            while (lost := await self._train()) is not None:
+                name, error = lost
+                await self.session.supervision.replace(name, error, self._again)
+                self.say("training goes on")
+        finally:
+            self._stop_watching()
+
+    async def _train(self) -> tuple[str, WorkerLost] | None:
+        """Train to the end, or until a rank is lost: which one, and how."""
+        training = asyncio.ensure_future(self.session.train())
+        try:
+            await asyncio.wait([training, *self._watches], return_when=asyncio.FIRST_COMPLETED)
+            if training.done() and training.exception() is not None:
+                await asyncio.wait(self._watches, timeout=NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            training.cancel()
+            await asyncio.wait([training])
+        for watch in self._watches:
+            if watch.done() and isinstance(error := watch.exception(), WorkerLost):
+                return watch.get_name(), error
+        training.result()
+        return None
+
+    def _watch(self) -> None:
+        heartbeat_s = self.session.config.faults.heartbeat_s
+        ranks = [w for w in self.session.group() if not w.name.startswith("rollout")]  # the others are watched already
+        self._watches = [asyncio.create_task(w.watch(heartbeat_s), name=w.name) for w in ranks]
+
+    def _stop_watching(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+            watch.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _again(self) -> None:
+        """The whole group in new processes, at the newest checkpoint."""
+        session = self.session
+        self._stop_watching()
+        session.run = None
+        session.end_group()
+        await self._quieten()
+        await session.start_group()
+        folder = await asyncio.to_thread(checkpoints.newest_complete, session.folder.checkpoints)
+        said = "version 0, as there is no checkpoint yet" if folder is None else f"checkpoint {folder.name}"
+        get_logger("service").warning("trainer and critic ranks are up again and go on from %s", said)
+        await session.restore(folder)
+        await session.prepare(self.say)
+        self._watch()
+
+    async def _quieten(self) -> None:
+        """Replicas that stay end what they answer: nobody asks for it any more, and they are about to load weights."""
+        for name, replica in ((f"rollout{i}", r) for i, r in list(self.session.replicas.up.items())):
+            with contextlib.suppress(WorkerLost):  # whoever watches replicas learns of it too
+                while await self.session.within(replica.running(), f"{name} to say what it answers"):
+                    await self.session.within(replica.stop(), f"{name} to stop answering")
+                    await asyncio.sleep(STOP_AGAIN_S)
