@@ -107,7 +107,7 @@ class Remote:
         self._handle, self.name, self._aside = handle, name, aside
         self.pid = 0
         self.built: Callable[[str, int, str], None] = lambda name, pid, host: None  # told where it runs
-        self._node = ""
+        self._node = self._why = ""  # where it runs; why it was killed
         self._process: psutil.Process | None = None  # where it runs on this machine
 
     async def build(self, recipe: Callable[..., Any], *args: Any) -> Remote:
@@ -129,16 +129,14 @@ class Remote:
             done, _ = await asyncio.wait([staying, beating], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # raises how it died
+            self._why = f"froze and was killed: no answer to a ping for {heartbeat_s:g} s (faults.heartbeat_s)"
             self._end_frozen()
             await asyncio.wait([staying], timeout=KILLED_S)
         finally:
             for task in (staying, beating):
                 task.cancel()
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        raise WorkerLost(
-            f"{self.name} (process {self.pid}) froze and was killed: no answer to a ping for {heartbeat_s:g} s "
-            "(faults.heartbeat_s)"
-        )
+        raise WorkerLost(f"{self.name} (process {self.pid}) {self._why}")
 
     async def _ping(self) -> None:
         await self._await(self._handle.ping.options(concurrency_group=PING).remote())
@@ -181,7 +179,8 @@ class Remote:
             get_logger("service").debug("%s raised\n%s", self.name, error)
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except RayActorError as error:
-            raise WorkerLost(f"{self.name} (process {self.pid or '?'}) died: {short_death(str(error))}") from None
+            why = self._why or f"died: {short_death(str(error))}"
+            raise WorkerLost(f"{self.name} (process {self.pid or '?'}) {why}") from None
 
     def kill(self) -> None:
         """End the process; nothing to do where Ray itself has gone."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class ProcessTable:
-    """Names (`rollout0`, `trainer1`, `dock0`, `driver`) -> process id and node address, as of now."""
+    """Names (`rollout0`, `trainer1`, `dock0`, `driver`, `raylet`) -> process id and node address, as of now."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

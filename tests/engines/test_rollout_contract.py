@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from mindspeed_asyncflow.engines.base import Stream
 from mindspeed_asyncflow.errors import DeadlineExceeded, EngineError
-from mindspeed_asyncflow.records import GenRequest
+from mindspeed_asyncflow.records import Completion, GenRequest
 from tests.engines.bench import MAX_LEN, TOLERANCE, VOCAB, Bench, House, Policy, ask, prompt
 
 LONG = prompt(*range(40))  # longer than one cache block
@@ -160,6 +161,35 @@ def test_aborted_answers_come_back_and_can_be_continued(bench: Bench) -> None:
     assert [(s.start, s.end) for s in joined.spans] == [(0, 40)]
     (untouched,) = list(stream)
     assert (untouched.request_id, untouched.finish_reason, len(untouched.token_ids)) == ("r0", "length", 40)
+
+
+def test_a_stream_gets_beginnings_of_the_answers_and_whoever_continues_one_ends_it_alike(bench: Bench) -> None:
+    """Also across new weights, whose cut is in the parts. The engine goes on meanwhile."""
+    parts: list[Completion] = []
+    bench.hold()
+    requests = [ask(f"r{i}", prompt(4, i), 12, seed=i) for i in range(3)]
+    answers = bench.engine.generate(requests, 60.0, Stream(0.0, parts.extend))
+    bench.advance(5)
+    old = bench.engine.version
+    bench.serve("b")
+    bench.release()
+    whole = {c.request_id: c for c in answers}
+    assert {p.finish_reason for p in parts} == {"running"}
+    for name, answer in whole.items():
+        own = [p for p in parts if p.request_id == name]
+        assert [len(p.token_ids) for p in own] == list(range(1, 12))
+        for part in own:
+            count = len(part.token_ids)
+            assert part.token_ids.tolist() == answer.token_ids[:count].tolist()
+            assert part.logprobs.tolist() == answer.logprobs[:count].tolist()
+            cut = [(old, 0, min(count, 5))] + ([(old + 1, 5, count)] if count > 5 else [])
+            assert [(s.version, s.start, s.end) for s in part.spans] == cut
+    first = next(p for p in parts if p.request_id == "r0" and len(p.token_ids) == 9)
+    spec = requests[0].sampling
+    resumed = GenRequest("r0", prompt(4, 0), spec, 0, first.token_ids, first.logprobs, first.spans)
+    (joined,) = bench.answer(resumed)
+    assert len(joined.token_ids) == 12 and joined.token_ids[:9].tolist() == first.token_ids.tolist()
+    assert joined.spans[0] == first.spans[0] and joined.spans[-1].end == 12
 
 
 def test_a_deadline_names_who_is_late_and_frees_the_engine(bench: Bench) -> None:

@@ -63,6 +63,10 @@ class LengthBackend:
     def progress(self):
         return {name: len(ids) for name, (_, _, ids, _) in self.running.items()}
 
+    def sampled(self, since):
+        rows = [(name, *self.running[name][2:], n) for name, n in since.items() if name in self.running]
+        return [Finished(name, ids[n:], logprobs[n:], "running") for name, ids, logprobs, n in rows]
+
     def abort(self, request_ids):
         gone = [(name, self.running.pop(name)) for name in request_ids if name in self.running]
         return [Finished(name, ids, logprobs, "abort") for name, (_, _, ids, logprobs) in gone]

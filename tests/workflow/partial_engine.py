@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -81,6 +81,10 @@ class CountingBackend:
 
     def progress(self) -> dict[str, int]:
         return {name: len(row.tokens) for name, row in self.rows.items()}
+
+    def sampled(self, since: Mapping[str, int]) -> list[Finished]:
+        tokens = {name: self.rows[name].tokens[n:] for name, n in since.items() if name in self.rows}
+        return [Finished(name, new, [-t / 7 for t in new], "running") for name, new in tokens.items()]
 
     def abort(self, request_ids: Sequence[str]) -> list[Finished]:
         return [self._end(name, "abort") for name in request_ids if name in self.rows]

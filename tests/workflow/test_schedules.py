@@ -224,7 +224,7 @@ def test_a_replica_that_joins_late_takes_its_share(tmp_path):
     engines = [long_engine(0.004), long_engine(0.001)]
     asked = []
     generate = engines[1].generate
-    engines[1].generate = lambda requests, timeout_s: asked.append(len(requests)) or generate(requests, timeout_s)
+    engines[1].generate = lambda requests, *how, **more: asked.append(len(requests)) or generate(requests, *how, **more)
     out = run_loops(
         config(steps=8, max_lag=1, replicas=2, rollout={"max_new_tokens": 10}),
         tmp_path,
