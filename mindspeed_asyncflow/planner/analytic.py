@@ -131,9 +131,13 @@ def _train_moves(config: Config, work: Work, speeds: Speeds, width: int) -> floa
     row = shape.hidden * width
     # Two all-reduces per layer and pass, forward and backward; each sends and receives 2 (tp - 1) / tp of a row.
     seconds = shape.layers * 4 * 2 * (tp - 1) / tp * row / (cp * speeds.link(tp))
-    # Ulysses: queries, keys, values and output change places, forward and backward.
-    heads = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width
-    seconds += shape.layers * 2 * (cp - 1) / cp * heads / (tp * cp * speeds.link(tp * cp))
+    if t.mindspeed.context_parallel == "ring":
+        # Keys and values make cp - 1 hops forward and backward, their gradients in float32 cp; as if nothing of it
+        # were beside computation.
+        cut: float = 2 * shape.kv_heads * shape.head_dim * (2 * (cp - 1) * width + (cp * 4 if cp > 1 else 0))
+    else:  # queries, keys, values and output change places, forward and backward
+        cut = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width * 2 * (cp - 1) / cp
+    seconds += shape.layers * cut / (tp * cp * speeds.link(tp * cp))
     if shape.experts is not None:  # to the experts and back, forward and backward
         moe = sum(1 for experts in work.layer_experts if experts)
         sent = moe * 2 * 2 * work.active_experts * (ep - 1) / ep * row

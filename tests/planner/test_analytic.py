@@ -42,6 +42,16 @@ def test_communication_across_nodes_is_slower():
     assert across.train_token_s > 1.5 * inside.train_token_s
 
 
+def test_messages_of_a_ring_do_not_shrink_with_more_ranks():
+    def moves(ranks, way):
+        sizes = (f"trainer.context_parallel={ranks}", f"trainer.mindspeed.context_parallel={way}")
+        return costs(*sizes, *IDEAL).train_token_s - costs(*IDEAL).train_token_s / ranks
+
+    assert moves(1, "ring") == pytest.approx(0, abs=1e-12)
+    assert moves(4, "ulysses") < 0.8 * moves(2, "ulysses")
+    assert moves(4, "ring") > moves(2, "ring") > 0
+
+
 def test_pipelines_share_layers_and_the_head_makes_the_last_stage_longer():
     even = configuration("trainer.pipeline_parallel=4")
     assert stage_share(even, work(QWEN_7B)) > 0.25
