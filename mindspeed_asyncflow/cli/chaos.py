@@ -62,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         chaos.run(arguments.kills)
     except AsyncFlowError as error:  # what was lost until then is told all the same
         failure = str(error)
+        if not folder.ledger.is_file():
+            raise
     audit = audit_run(folder.path)
     result = figures(chaos.blows, audit, chaos.left_processes, chaos.left_files, failure) | {"ends": chaos.ends}
     print(f"\n{in_words(audit)}\n\n{table(result)}")

@@ -33,6 +33,7 @@ PAUSE_S = 4.0  # at most, between being back and the next blow
 FROZEN_S = 5.0  # at most; a driver is stopped for so long, and then goes on
 STARTS = 3  # in a row, without a step
 TAIL_BYTES = 65536
+WRONG_SETTINGS = 2  # exit status
 
 
 @dataclass(slots=True)
@@ -125,6 +126,8 @@ class Chaos:
                 self._account()
                 if code == 0:
                     return False
+                if code == WRONG_SETTINGS:
+                    raise AsyncFlowError(f"the run refuses its settings; its last words:\n{self._tail()}")
                 self.ends += 1
                 if self.blows:
                     self.blows[-1].ended = True
