@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -102,15 +102,17 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: GlooUpdate) -> None:
+    def receive_weights(self, update_info: GlooUpdate, load_weights: Callable[..., Any] | None = None) -> None:
+        """Up to 0.26 vLLM's worker runs the reload itself and hands `load_weights` in."""
         assert self.group is not None and update_info.packed, "the sender is met first, and packs"
+        load: Callable[..., Any] = load_weights or self.model.load_weights  # type: ignore[assignment]
         dtypes = [getattr(torch, name) for name in update_info.dtype_names]
         sizes = [math.prod(shape) * d.itemsize for shape, d in zip(update_info.shapes, dtypes, strict=True)]
         for bucket in buckets(sizes, update_info.packed_buffer_size_bytes):
             packed = torch.empty(sum(sizes[i] for i in bucket), dtype=torch.uint8)
             self.group.broadcast(packed, src=0)
             parts = packed.split([sizes[i] for i in bucket])
-            self.model.load_weights(  # type: ignore[operator]
+            load(
                 [
                     (update_info.names[i], part.clone().view(dtypes[i]).view(update_info.shapes[i]))
                     for i, part in zip(bucket, parts, strict=True)

@@ -1,11 +1,12 @@
 """vLLM's side of the relay: a weight-transfer engine, and an extension of vLLM's worker. Runs in every worker process.
 
-vLLM imports this module by name in each worker (`worker_extension_cls`), which registers the engine, and on CPUs the
-one that stands for `hccl`.
+vLLM imports this module by name in each worker (`worker_extension_cls`), which registers the engine, and
+the one that stands for `hccl` where vllm-ascend is not installed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.platforms import current_platform
 
 from mindspeed_asyncflow.engines.vllm import gloo_engine, standing
 from mindspeed_asyncflow.engines.vllm.receipt import CheckedLoad
@@ -186,5 +186,5 @@ class RelayWorker:
 
 if RELAY_ENGINE not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(RELAY_ENGINE, RelayTransferEngine)
-if current_platform.is_cpu():
+if importlib.util.find_spec("vllm_ascend") is None:
     gloo_engine.register()
