@@ -55,14 +55,14 @@ class TrainEngine(Protocol):
 
     def begin_save(self, folder: str) -> None:
         """Model, optimizer, schedule and random states to host memory, from which this rank's part is then written to
-        `folder` beside training. Between two steps. Raises `EngineError` before `finish_save` of the last one."""
+        `folder` beside training. Between two steps. A save that nobody has finished is given up."""
         ...
 
     def finish_save(self) -> list[SavedFile]:
         """The files of this rank, names relative to the folder of `begin_save`, as soon as they are on the disk.
 
         Not collective, and may run beside all other methods. Raises `CheckpointError` where the disk refused,
-        `DeadlineExceeded` where it takes nothing any more; the next save is free to begin after the former.
+        `DeadlineExceeded` where it takes nothing any more.
         """
         ...
 
@@ -179,8 +179,13 @@ class RolloutEngine(Protocol):
 
         In-flight requests continue with the new weights; their spans record the cut. If the engine was paused by
         the caller before, it stays paused afterwards. Updates are refused for a version older than the served one
-        unless the engine is DIRTY.
+        unless the engine is DIRTY, or `go_back` came before.
         """
+        ...
+
+    def go_back(self) -> None:
+        """All answers end as by `abort`, and the next update may lead to an older version: training goes on from an
+        earlier state."""
         ...
 
     def score(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:

@@ -1,10 +1,10 @@
 """Checkpoints of a run as files: begun beside the others, complete by one rename, never trusted by name.
 
-    begin -> .step_000010.partial/   everybody writes into it: trainer/, critic/, dock/, state.json, hf/
-    complete -> manifest.json        format, step, version, digest of the settings, every file with bytes and crc32
-             -> step_000010/         one rename; what had the name before is kept until then
-             -> latest               a link, switched in one step
-    retain -> the oldest complete ones go, and what was begun and never completed
+    begin    -> .step_000010-1f3a.partial/  everybody writes into it: trainer/, critic/, dock/, state.json, hf/
+    complete -> manifest.json               format, step, version, digest of the settings, every file, bytes, crc32
+             -> step_000010/                one rename; what had the name before is kept until then
+             -> latest                      a link, switched in one step
+    retain   -> the oldest complete ones go, and what was begun and never completed
 
 Whoever looks for a checkpoint reads manifests: a folder is complete if it has one and all files of it are there with
 their sizes. `verify` reads the contents too.
@@ -16,6 +16,7 @@ import errno
 import json
 import os
 import re
+import secrets
 import shutil
 import threading
 import zlib
@@ -34,7 +35,7 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 _CHUNK = 8 << 20  # bytes read at once
 _READERS = 4  # threads that compute checksums
-_STEP, _BEGUN = re.compile(r"step_\d+"), re.compile(r"\.step_\d+\.(partial|replaced)")
+_STEP, _BEGUN = re.compile(r"step_\d+"), re.compile(r"\.step_\d+(-[0-9a-f]+)?\.(partial|replaced)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,15 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def begin(root: Path, step: int) -> Path:
-    """A new, empty folder in which the checkpoint of `step` is written. What an earlier attempt left there is removed.
+    """A new, empty folder in which the checkpoint of `step` is written. What an earlier attempt left is removed.
 
-    Raises `CheckpointError` where it cannot be made.
+    No folder on any host has had its name: who does not see it shares no disk with the caller. Raises `CheckpointError`
+    where it cannot be made.
     """
-    partial = root / f".step_{step:06d}.partial"
+    partial = root / f".step_{step:06d}-{secrets.token_hex(4)}.partial"
     with explained(partial, "begun"):
-        shutil.rmtree(partial, ignore_errors=True)
+        for old in root.glob(f".step_{step:06d}-*.partial"):
+            shutil.rmtree(old, ignore_errors=True)
         partial.mkdir(parents=True)
     return partial
 

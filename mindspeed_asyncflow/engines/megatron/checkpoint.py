@@ -47,6 +47,7 @@ class _Writing:
     tensors: Mapping[str, tuple[int, ...]]
     notes: Mapping[str, Any]
     written: int = 0  # bytes so far
+    unwanted: bool = False
 
     def run(self) -> list[SavedFile]:
         with explained(self.folder / file_name(self.rank), "written"):
@@ -61,6 +62,8 @@ class _Writing:
 
     def _wrote(self, count: int) -> None:
         self.written += count
+        if self.unwanted:
+            raise CheckpointError(f"the checkpoint in {self.folder} was given up")
 
 
 class Checkpointer:
@@ -95,9 +98,11 @@ class Checkpointer:
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def begin(self, folder: str) -> None:
-        """Copy the state to host memory, and have it written to `folder` (made if missing) from now on."""
-        if self._writing is not None:
-            raise EngineError(f"rank {self._rank} is still to finish the checkpoint in {self._writing[0].folder}")
+        """Copy the state to host memory, and have it written to `folder` (made if missing) from now on.
+
+        A save that nobody has finished is given up.
+        """
+        self._give_up()
         self._platform.synchronize()
         pieces = [self._copy(*item) for item in self._state()]
         self._platform.synchronize()  # the copies are done
@@ -118,6 +123,18 @@ class Checkpointer:
         if self._writing is None:
             raise EngineError(f"rank {self._rank} has begun no checkpoint")
         writing, future = self._writing
+        self._wait(writing, future)
+        self._release()
+        return future.result()
+
+    def _give_up(self) -> None:
+        if self._writing is not None:
+            writing, future = self._writing
+            writing.unwanted = True
+            self._wait(writing, future)
+        self._release()
+
+    def _wait(self, writing: _Writing, future: Future[list[SavedFile]]) -> None:
         seen = -1
         while not wait([future], self._timeout_s).done:
             if seen == writing.written:
@@ -126,9 +143,10 @@ class Checkpointer:
                     f"{self._timeout_s:g} s, after {seen} bytes"
                 )
             seen = writing.written
+
+    def _release(self) -> None:
         self._pool.give(self._host)
         self._host, self._writing = [], None
-        return future.result()
 
     def close(self) -> None:
         """What is being written is written to its end."""
