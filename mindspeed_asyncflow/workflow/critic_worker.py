@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,19 +18,20 @@ from mindspeed_asyncflow.algorithms.kl import kl_values
 from mindspeed_asyncflow.config.schema import AlgorithmConfig
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.engines.base import CriticEngine
-from mindspeed_asyncflow.observe.checkpoints import SavedFile
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.records import TrainSample
 from mindspeed_asyncflow.workflow.batcher import pack
-from mindspeed_asyncflow.workflow.train_worker import ChunkReport, ChunkRules, FinishReport, saved_below, trained_tokens
+from mindspeed_asyncflow.workflow.state_keeping import KeepsState
+from mindspeed_asyncflow.workflow.train_worker import ChunkReport, ChunkRules, FinishReport, trained_tokens
 
-STATE = "critic"  # what a checkpoint has of critic ranks
 Plan = list[list[list[int]]]  # [replica][micro-batch][row]
 Groups = Mapping[int, tuple[int, int]]  # row -> (group id, member)
 
 
-class CriticWorker:
-    """One critic rank. All ranks get the same calls in the same order."""
+class CriticWorker(KeepsState):
+    """One critic rank. All ranks get the same calls in the same order, but what `KeepsState` says."""
+
+    part = lane = "critic"
 
     def __init__(
         self,
@@ -150,19 +150,8 @@ class CriticWorker:
             optim = self.engine.optim_step(float(tokens))
         return FinishReport(optim, time.perf_counter() - began, 0.0)
 
-    def begin_save(self, folder: str) -> None:
-        """As `TrainWorker.begin_save`."""
-        with self.tracer.span("critic/save", lane=self.name):
-            self.engine.begin_save(str(Path(folder) / STATE))
-
-    def finish_save(self) -> list[SavedFile]:
-        """As `TrainWorker.finish_save`."""
-        return saved_below(STATE, self.engine.finish_save())
-
-    def load_checkpoint(self, folder: str) -> None:
-        """As `TrainWorker.load_checkpoint`."""
-        with self.tracer.span("critic/load", lane=self.name):
-            self.engine.load_checkpoint(str(Path(folder) / STATE))
+    def _engine(self) -> CriticEngine:
+        return self.engine
 
     def close(self) -> None:
         self.engine.close()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +22,9 @@ from mindspeed_asyncflow.workflow.batcher import pack
 from mindspeed_asyncflow.workflow.partial import versions_per_token
 from mindspeed_asyncflow.workflow.publisher import Publisher, RankShards
 from mindspeed_asyncflow.workflow.sample_log import NoSamples
+from mindspeed_asyncflow.workflow.state_keeping import KeepsState
 
 TRAIN_COLUMNS = ["prompt_ids", "response_ids", "rollout_logprobs", "finish"]
-STATE = "trainer"  # what a checkpoint has of trainer ranks
 CUT_OFF = 1  # code of the `finish` column for an answer that ended at the length limit
 
 
@@ -61,8 +59,11 @@ class FinishReport:
     waited_s: float  # for the version before to be written
 
 
-class TrainWorker:
-    """One trainer rank. All ranks get the same calls in the same order; `published` runs beside the others."""
+class TrainWorker(KeepsState):
+    """One trainer rank. All ranks get the same calls in the same order; `published` runs beside the others, as what
+    `KeepsState` says."""
+
+    part, lane = "trainer", "train"
 
     def __init__(
         self,
@@ -228,21 +229,13 @@ class TrainWorker:
         cuts = np.cumsum([len(r) for _, r in self.probe])[:-1]
         return np.split(flat[packed.loss_mask > 0], cuts)
 
-    def begin_save(self, folder: str) -> None:
-        """This rank's state to host memory, on its way to the checkpoint that is written in `folder`."""
-        with self.tracer.span("train/save", lane=self.name):
-            self.engine.begin_save(str(Path(folder) / STATE))
+    def _engine(self) -> TrainEngine:
+        return self.engine
 
     def finish_save(self) -> list[SavedFile]:
-        """The files of this rank, named from the checkpoint, as soon as they are on the disk. Beside training."""
-        files = saved_below(STATE, self.engine.finish_save())
+        files = super().finish_save()
         self.samples.settle()  # of the steps that the checkpoint has
         return files
-
-    def load_checkpoint(self, folder: str) -> None:
-        """Go on from the checkpoint in `folder`, whatever the parallel sizes of its ranks were."""
-        with self.tracer.span("train/load", lane=self.name):
-            self.engine.load_checkpoint(str(Path(folder) / STATE))
 
     def close(self) -> None:
         if self.server is not None:
@@ -252,11 +245,6 @@ class TrainWorker:
         self.engine.close()
         self.dock.close()
         self.tracer.close()
-
-
-def saved_below(folder: str, files: Sequence[SavedFile]) -> list[SavedFile]:
-    """`files` of `folder`, named from the folder above it."""
-    return [dataclasses.replace(file, name=f"{folder}/{file.name}") for file in files]
 
 
 def trained_tokens(
