@@ -34,6 +34,7 @@ from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.checkpoint import Held, settle
 from mindspeed_asyncflow.workflow.events import digest_of
 from mindspeed_asyncflow.workflow.run import Run
+from mindspeed_asyncflow.workflow.state_keeping import bring
 
 STATE, CONFIG, DOCK, HF = "state.json", "config.yaml", "dock", "hf"
 T = TypeVar("T")
@@ -68,14 +69,14 @@ class Saving(Starting):
             partial = await asyncio.to_thread(checkpoints.begin, self.folder.checkpoints, step)
             async with self.turns.training():
                 copies = self._all_ranks("begin_save", str(partial))
-                await self._in_time(copies, "the trainer and critic ranks to copy their state to host memory")
+                shared = await self._in_time(copies, "the trainer and critic ranks to copy their state to host memory")
             cut = asyncio.to_thread(self._cut_dock, partial / DOCK)
             await self._in_time(cut, "the dock to be written")
         except (CheckpointError, DockError) as error:
             self._not_written(step, last, error)
             return
         text = self._cut(step)  # at once: the dock goes on already
-        self._writing = asyncio.ensure_future(self._write(partial, step, text, last))
+        self._writing = asyncio.ensure_future(self._write(partial, step, text, shared, last))
         if last:
             await self.written()
 
@@ -92,9 +93,11 @@ class Saving(Starting):
             writing.cancel()
             await asyncio.wait([writing])
 
+    def _ranks(self) -> Sequence[Any]:
+        return [*self.trainers, *self.critics]
+
     def _all_ranks(self, method: str, *args: Any) -> Awaitable[list[Any]]:
-        ranks: Sequence[Any] = [*self.trainers, *self.critics]
-        return asyncio.gather(*(getattr(rank, method)(*args) for rank in ranks))
+        return asyncio.gather(*(getattr(rank, method)(*args) for rank in self._ranks()))
 
     async def _in_time(self, work: Awaitable[T], whom: str) -> T:
         limit_s = self.config.checkpoint.timeout_s
@@ -124,11 +127,15 @@ class Saving(Starting):
         files = {"marks": self.folder.marks(), "ledger": self.events.position()}
         return json.dumps({"version": step} | parts | files, default=_plain)
 
-    async def _write(self, partial: Path, step: int, text: str, last: bool) -> None:
+    async def _write(self, partial: Path, step: int, text: str, shared: Sequence[bool], last: bool) -> None:
+        """`shared`: which ranks see `partial`; files of the others are fetched."""
         try:
             writing = self._all_ranks("finish_save")
             of_ranks = await self._in_time(writing, "the trainer and critic ranks to write their parts of a checkpoint")
-            files = [file for rank in of_ranks for file in rank]
+            for rank, sees, named in zip(self._ranks(), shared, of_ranks, strict=True):
+                if not sees:
+                    await self._in_time(bring(partial, rank, named), f"{rank.name} to send its part of a checkpoint")
+            files = [file for named in of_ranks for file in named]
             whole = last or self.config.checkpoint.hf
             target = await asyncio.to_thread(self._complete, partial, step, text, files, whole)
         except AsyncFlowError as error:

@@ -22,7 +22,7 @@ from mindspeed_asyncflow.service.relays import Place, RelayOfRank, over_loopback
 from mindspeed_asyncflow.service.sides import Sides
 
 T = TypeVar("T")
-BESIDE_TRAINING = ("published", "finish_save")  # calls that a trainer rank answers while it trains
+BESIDE_TRAINING = ("published", "finish_save", "saved_bytes", "drop_saved")  # what a rank answers while it trains
 CLOSE_S = 5.0  # workers get this long to close in order before they are killed
 
 
