@@ -37,6 +37,7 @@ class Lifecycle:
         self._after_update = RUNNING
         self._oldest = 0  # version that the update under way may lead to
         self._weights_kept = True
+        self._goes_back = False
 
     def require(self, verb: str, *allowed: str) -> None:
         """Raise `EngineError` unless the state is one of `allowed`."""
@@ -66,11 +67,15 @@ class Lifecycle:
         self.require("wake", SLEEPING)
         self.state, self._after_update = (PAUSED if self._weights_kept else DIRTY), PAUSED
 
+    def go_back(self) -> None:
+        """The next update may lead to an older version: training goes on from an earlier state."""
+        self._goes_back = True
+
     def begin_update(self, version: int) -> None:
-        """Enter UPDATING towards `version`, which must not be older than the served one unless DIRTY."""
+        """Enter UPDATING towards `version`, which must not be older than the served one unless DIRTY or going back."""
         self.require("update", RUNNING, PAUSED, DIRTY)
         if self.state != DIRTY:
-            if version < self.version:
+            if version < self.version and not self._goes_back:
                 raise WeightSyncError(
                     f"update to version {version} refused: version {self.version} is served and versions only rise"
                 )
@@ -84,6 +89,7 @@ class Lifecycle:
         if version < self._oldest:
             raise WeightSyncError(f"update to version {version} refused: it was begun towards {self._oldest} or newer")
         self.version, self.fingerprint = version, fingerprint
+        self._goes_back = False
         self.state = self._after_update
 
     def fail_update(self) -> None:

@@ -139,6 +139,10 @@ class SteppedEngine:
         """See `RolloutEngine.update`. A manifest that does not fit the model is refused before anything changes."""
         return self._call("update", lambda: self._update(manifest))
 
+    def go_back(self) -> None:
+        """See `RolloutEngine.go_back`."""
+        self._call("going back", self._go_back)
+
     def weights_wanted(self) -> tuple[WantedWeight, ...]:
         """Name, dtype and shape of all weights, from the engine's own model; also while it sleeps."""
         return self._backend.weights_wanted()
@@ -260,6 +264,10 @@ class SteppedEngine:
             del self._held[request_id]
         running = [i for i in self._running if i in wanted]
         self._finish([Finished(i, (), (), "abort") for i in held] + (self._backend.abort(running) if running else []))
+
+    def _go_back(self) -> None:
+        self._abort(None)
+        self._life.go_back()
 
     def _pause(self, mode: str, clear_cache: bool) -> None:
         self._life.pause()

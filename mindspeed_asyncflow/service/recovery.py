@@ -29,11 +29,16 @@ class Recovery:
 
     async def train(self) -> None:
         """All steps, whatever becomes of the group's processes. Raises `WorkerLost` where it was lost too often."""
+        session = self.session
         self._watch()
         try:
             while (lost := await self._train()) is not None:
-                name, error = lost
-                await self.session.supervision.replace(name, error, self._again)
+                before = session.run
+                try:
+                    await session.supervision.replace(*lost, self._again)
+                except WorkerLost:
+                    session.run = before  # what the run came to
+                    raise
                 self.say("training goes on")
         finally:
             self._stop_watching()
@@ -48,11 +53,12 @@ class Recovery:
         finally:
             training.cancel()
             await asyncio.wait([training])
+        if not training.cancelled() and training.exception() is None:
+            return None
         for watch in self._watches:
             if watch.done() and isinstance(error := watch.exception(), WorkerLost):
                 return watch.get_name(), error
-        training.result()
-        return None
+        return training.result()  # raises
 
     def _watch(self) -> None:
         heartbeat_s = self.session.config.faults.heartbeat_s
@@ -71,6 +77,7 @@ class Recovery:
         session.run = None
         session.end_group()
         await self._quieten()
+        await self._release()
         await session.start_group()
         folder = await asyncio.to_thread(checkpoints.newest_complete, session.folder.checkpoints)
         said = "version 0, as there is no checkpoint yet" if folder is None else f"checkpoint {folder.name}"
@@ -79,10 +86,21 @@ class Recovery:
         await session.prepare(self.say)
         self._watch()
 
+    async def _release(self) -> None:
+        """Nobody holds rows any more: they are about to be replaced by those of the checkpoint."""
+        session = self.session
+        assert session.dock is not None
+        answers = [f"rollout{i}" for i in range(len(session.sync.replicas))]
+        refer = [f"reference{i}" for i in range(len(session.references))]
+        for worker in ("trainer", "critic", "scorer", *refer, *answers):
+            await session.within(session.dock.forget_worker(worker), f"the dock to release what {worker} holds")
+
     async def _quieten(self) -> None:
-        """Replicas that stay end what they answer: nobody asks for it any more, and they are about to load weights."""
-        for name, replica in ((f"rollout{i}", r) for i, r in list(self.session.replicas.up.items())):
+        """Replicas that stay end what they answer, which nobody asks for any more, and take an older version next."""
+        for index, replica in list(self.session.replicas.up.items()):
+            name = f"rollout{index}"
             with contextlib.suppress(WorkerLost):  # whoever watches replicas learns of it too
                 while await self.session.within(replica.running(), f"{name} to say what it answers"):
                     await self.session.within(replica.stop(), f"{name} to stop answering")
                     await asyncio.sleep(STOP_AGAIN_S)
+                await self.session.within(replica.method("engine.go_back")(), f"{name} to go back")

@@ -56,7 +56,6 @@ from mindspeed_asyncflow.workflow.weight_sync import WeightSync
 
 CANCEL_AGAIN_S = 1.0
 SEAL_S = 5.0  # a pair that does not come back is not waited for longer
-SEAL_S = 5.0  # a pair that does not come back is not waited for longer
 
 
 class Run:
@@ -78,8 +77,10 @@ class Run:
     ) -> None:
         """`batches()` gives the prompts of the next step, None at the end of the data."""
         self.config, self.dock = config, dock
+        self.over = False  # no loop runs any more
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # raised by `train`
         self.job = Job(config, dock, crew, sync, recorder, turns or NoTurns(), events or NoEvents(), self._spawn)
         self.window, self.book, self.sync = self.job.window, self.job.book, sync
         self.feeder = Feeder(self.job, batches)
@@ -102,6 +103,7 @@ class Run:
         try:
             await asyncio.wait([trained, self._failed], return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self.over = True
             left = set(self._tasks)
             for task in left:
                 task.cancel()
@@ -152,6 +154,10 @@ class Run:
     def join(self, index: int, worker: Any) -> None:
         """A replica is up (or up again) and answers from now on."""
         self.answering.join(index, worker)
+
+    async def give_up(self, index: int, error: Exception) -> None:
+        """A replica that was expected will not come. Raises `WorkerLost` when nobody else is there or starting."""
+        self.answering.failed_to_start(index, error)
 
     async def lost(self, index: int, error: WorkerLost) -> None:
         """The process of a replica is dead, which nobody may have noticed who waits for something else."""

@@ -327,7 +327,11 @@ class WeightSync:
         if not self.probe:
             return
         version, scored = await self.in_time(index, self._replica(index).score(self.probe), "probe scored")
-        gap = max(float(np.abs(a - b).max()) for a, b in zip(scored, await asyncio.shield(expected)) if len(a))
+        try:
+            wanted = await asyncio.shield(expected)
+        except WorkerLost as error:  # a trainer, not this replica
+            raise WeightSyncError(f"the trainer has not scored the probe answers: {error}") from error
+        gap = max(float(np.abs(a - b).max()) for a, b in zip(scored, wanted) if len(a))
         self.step_gap = max(self.step_gap, gap)
         self.gap_max = max(self.gap_max, gap)
         if version != self.served[index] or not gap <= self.limit:

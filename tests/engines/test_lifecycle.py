@@ -54,6 +54,16 @@ def test_every_move_is_either_allowed_or_refused_without_effect(state: str, verb
         assert (life.state, life.version) == (state, 0)
 
 
+def test_going_back_allows_one_update_to_an_older_version() -> None:
+    life = Lifecycle(version=7)
+    life.go_back()
+    move(life, "begin_update", 3)
+    move(life, "end_update", 3)
+    assert (life.state, life.version) == (RUNNING, 3)
+    with pytest.raises(WeightSyncError, match="versions only rise"):
+        move(life, "begin_update", 2)
+
+
 def test_half_loaded_weights_may_be_dropped_and_are_dirty_again_on_waking() -> None:
     life = Lifecycle()
     for verb in PATHS[DIRTY]:
