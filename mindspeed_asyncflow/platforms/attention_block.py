@@ -13,7 +13,8 @@ import torch
 from mindspeed_asyncflow.platforms.kernels import causal_mask, sample_parts, torch_npu_for
 from mindspeed_asyncflow.platforms.packing import Bucket, PackedLayout
 
-SCORES_AT_ONCE = 1 << 24  # elements of a matrix of scores in torch; longer samples are computed in pieces of queries
+SCORES_AT_ONCE = 1 << 20  # elements of a matrix of scores in torch, so that it stays in a processor's cache ...
+QUERIES_AT_ONCE = 64  # ... unless so few queries would be left of long samples
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -97,7 +98,7 @@ def _tokens(rows: torch.Tensor) -> torch.Tensor:
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> Iterator[tuple[slice, torch.Tensor]]:
     """Pieces of queries and their scores [B, Nkv, G, l, m] over the keys that any of them sees."""
     length = q.shape[3]
-    step = max(1, SCORES_AT_ONCE // max(1, q[..., 0].numel()))
+    step = max(QUERIES_AT_ONCE, SCORES_AT_ONCE // q[..., 0].numel())
     for first in range(0, length, step):
         part = slice(first, min(first + step, length))
         scores = _over_keys(q[..., part, :], k[:, :, 0, : part.stop].mT).mul_(scale)

@@ -40,7 +40,7 @@ CASES = [
     ("qwen3", {"data_parallel": 2, "distributed_optimizer": True}, FUSED),
     ("qwen3", {**PP2, "virtual_pipeline": 2}, FUSED),
     ("qwen3", {"context_parallel": 2}, FUSED),
-    ("qwen3", {"context_parallel": 2, "mindspeed": {"context_parallel": "ring"}}, RING),
+    ("qwen3", {"context_parallel": 2, "mindspeed": {"context_parallel": "ring", "swap_attention": True}}, RING),
     ("deepseek_v3", {**TP2, "context_parallel": 2, "mindspeed": {"context_parallel": "ring"}}, RING),
     ("qwen3_moe", EP2, FUSED - {"npu_swiglu"}),
     ("deepseek_v3", TP2, FUSED),
