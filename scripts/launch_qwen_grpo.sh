@@ -9,6 +9,7 @@
 #   bash scripts/launch_qwen_grpo.sh
 #   bash scripts/launch_qwen_grpo.sh --set trainer.steps=5 --set run.seed=1
 #   bash scripts/launch_qwen_grpo.sh --config configs/debug/tp2_pp2_two_replicas.yaml
+#   bash scripts/launch_qwen_grpo.sh --run-folder results/first     # again: goes on from the newest checkpoint
 #   bash scripts/launch_qwen_grpo.sh --hosts hosts.txt --config my.yaml
 # Results are in runs/latest. Exit status: 0 done, 1 the run failed, 2 wrong settings or hosts, 130 interrupted.
 #   --platform cpu|npu  do not look for NPUs; also the run's run.platform
@@ -52,6 +53,13 @@ while (($#)); do
             (($# >= 2)) || { echo "$1 needs a value" >&2; exit 2; }
             passed+=(--run-folder "$(realpath -m "$2")"); shift 2 ;;
         --run-folder=*) passed+=(--run-folder "$(realpath -m "${1#*=}")"); shift ;;
+        --resume)
+            (($# >= 2)) || { echo "$1 needs a value" >&2; exit 2; }
+            case $2 in
+                auto | never) passed+=(--resume "$2") ;;
+                *) passed+=(--resume "$(realpath -m "$2")") ;;
+            esac
+            shift 2 ;;
         *) passed+=("$1"); shift ;;
     esac
 done

@@ -148,8 +148,11 @@ class RunFolder:
         """What was written after `marks()` goes, and what belongs to `step` (0-based) or later ones: a run does them
         again. Nobody may have the files of TensorBoard open."""
         for name, size in self.marks().items():
-            if size > marks.get(name, 0):
-                os.truncate(self.path / name, marks.get(name, 0))
+            kept = marks.get(name, 0)
+            if not kept:
+                (self.path / name).unlink() if name.startswith("tensorboard") else os.truncate(self.path / name, 0)
+            elif size > kept:
+                os.truncate(self.path / name, kept)
         for part in [*self.samples.glob("step_*"), *self.events.glob("step_*")]:
             if int(part.name.split(".")[0].split("_")[1]) >= step:
                 part.unlink()

@@ -59,7 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="configuration of the run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one setting over the file's")
-    parser.add_argument("--run-folder", metavar="DIR", type=Path, help="a new folder, seen by all hosts")
+    parser.add_argument("--run-folder", metavar="DIR", type=Path, help="new, or of a run; seen by all hosts")
+    parser.add_argument("--resume", default="auto", metavar="auto|never|CHECKPOINT", help="as of `asyncflow train`")
     parser.add_argument("--launcher", default=SSH, help="runs a shell command on {host} (default: %(default)s)")
     parser.add_argument("--python", default=sys.executable, help="interpreter on every host (default: this one)")
     parser.add_argument("--ray-port", type=_port, default=6380, help="where hosts join the first one (%(default)s)")
@@ -204,7 +205,7 @@ class Launch:
     def _run(self) -> int:
         head = self.links[0]
         told = self._topology() | {"RAY_ADDRESS": self._head}
-        arguments = [*self._settings(), "--run-folder", str(self.folder.path)]
+        arguments = [*self._settings(), "--run-folder", str(self.folder.path), "--resume", self.options.resume]
         head.send(run={"arguments": arguments, "environment": told})
         driver = self._all("driver", [head], self.options.start_timeout, "--start-timeout")[head.name]
         for link in self.links:
@@ -358,9 +359,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _folder(options: argparse.Namespace, config: Config) -> RunFolder:
-    if options.run_folder is None:
+    path = options.run_folder
+    if path is None and options.resume not in ("auto", "never"):
+        path = Path(options.resume).absolute().parent.parent
+    if path is None:
         return RunFolder.reserve(config.run.folder, config.run.name)
-    folder = RunFolder(options.run_folder.absolute())
+    folder = RunFolder(path.absolute())
+    if folder.is_run and options.resume != "never":
+        folder.logs.mkdir(exist_ok=True)
+        return folder
     if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
         raise ConfigError(f"{folder.path} is there and not an empty folder; give a new one for the results of this run")
     folder.logs.mkdir(parents=True)

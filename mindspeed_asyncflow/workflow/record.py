@@ -128,6 +128,9 @@ def read_record(path: Path) -> Record:
                 if record is not None:
                     raise RecordError(f"{path}: the run was begun twice; only runs from version 0 on can be repeated")
                 record = _begun(path, event)
+            elif kind == "resumed":
+                if record is not None:  # what it undid has left the file; it may have other sizes
+                    record.config = event["config"]
             elif record is None:
                 raise RecordError(f"{path} does not begin with the begin of a run")
             elif kind == "trained":

@@ -25,8 +25,8 @@ def service(monkeypatch):
     class Launch:
         ends: object = 0
 
-        def train(self, config, base=None, warnings=()):
-            calls.append((config, base))
+        def train(self, config, base=None, warnings=(), resume="auto"):
+            calls.append((config, base, resume))
             if isinstance(self.ends, BaseException):
                 raise self.ends
             return self.ends
@@ -63,9 +63,11 @@ def test_wrong_settings_end_with_2_and_start_nothing(command, arguments, said, s
 
 def test_train_hands_the_overridden_settings_to_the_service(service, tmp_path):
     assert cli.main(["train", TINY, "--set", "trainer.steps=7", "--run-folder", str(tmp_path)]) == 0
-    ((config, base),) = service.calls
+    assert cli.main(["train", TINY, "--resume", "runs/first/checkpoints/step_000005"]) == 0
+    (config, base, resume), (_, none, checkpoint) = service.calls
     assert config.trainer.steps == 7
-    assert base == tmp_path
+    assert (base, resume) == (tmp_path, "auto")
+    assert (none, checkpoint) == (None, "runs/first/checkpoints/step_000005")
 
 
 def test_own_errors_show_the_root_cause_first_without_a_traceback(service, capsys):

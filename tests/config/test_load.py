@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindspeed_asyncflow.config import Config, dump_resolved, load_config, parse_config
+from mindspeed_asyncflow.config import Config, dump_resolved, keys, load_config, parse_config
 from mindspeed_asyncflow.config.keys import all_paths
 from mindspeed_asyncflow.config.load import with_absolute_paths
 from mindspeed_asyncflow.errors import ConfigError
@@ -45,7 +45,8 @@ def test_every_key_is_refused_when_mistyped_and_when_at_the_wrong_level(path):
     for section in reversed(sections):
         mistyped = f"{section}: {{{mistyped}}}"
     assert f"did you mean {path}?" in mistakes(mistyped)
-    assert f"line 1: {leaf} is not a setting" in mistakes(f"{leaf}: 1")
+    wrong = "= 1: must be an object" if leaf in keys.sections() else "is not a setting"
+    assert f"line 1: {leaf} {wrong}" in mistakes(f"{leaf}: 1")
     assert f"{path}x is not a setting" in mistakes("", f"{path}x=1")
 
 
