@@ -109,14 +109,15 @@ def rules(c: Config) -> Iterator[Raw]:
         yield (
             "error",
             (f"{KEY}.moe_overlap",),
-            f"is {m.moe_overlap}: it needs grouped experts, which join the weights of all experts of a rank under one "
-            "name: checkpoints and weight updates know each expert by its own; use off",
+            f"is {m.moe_overlap}: every way needs grouped experts, which join the weights of all experts of a rank under "
+            "one name: checkpoints and weight updates know each expert by its own; use off",
         )
     if m.reuse_fp32_param:
         yield (
             "error",
             (f"{KEY}.reuse_fp32_param",),
-            f"is true: {_TREE}; set trainer.distributed_optimizer to save memory",
+            f"is true: {_TREE}; besides, it points weights and masters into one memory that neither owns, where swaps "
+            "and checkpoints take them for two; set trainer.distributed_optimizer to save memory",
         )
     if t.recompute and m.recompute:
         yield (
