@@ -109,8 +109,8 @@ def rules(c: Config) -> Iterator[Raw]:
         yield (
             "error",
             (f"{KEY}.moe_overlap",),
-            f"is {m.moe_overlap}: every way needs grouped experts, which join the weights of all experts of a rank under "
-            "one name: checkpoints and weight updates know each expert by its own; use off",
+            f"is {m.moe_overlap}: every way needs grouped experts, which join the weights of all experts of a rank "
+            "under one name: checkpoints and weight updates know each expert by its own; use off",
         )
     if m.reuse_fp32_param:
         yield (
