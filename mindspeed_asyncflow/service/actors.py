@@ -182,10 +182,14 @@ class Remote:
             why = self._why or f"died: {short_death(str(error))}"
             raise WorkerLost(f"{self.name} (process {self.pid or '?'}) {why}") from None
 
-    def kill(self) -> None:
-        """End the process; nothing to do where Ray itself has gone."""
+    def dismiss(self) -> None:
+        """Have Ray end the process, which a frozen one may not follow; nothing to do where Ray itself has gone."""
         with contextlib.suppress(RayError):
             ray.kill(self._handle, no_restart=True)
+
+    def kill(self) -> None:
+        """End the process, also a frozen one on this machine."""
+        self.dismiss()
         if self._process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._process.kill()

@@ -89,14 +89,23 @@ class Session(Saving):
                     await self.within(self.sync.bring_all_up(chosen), "the replicas to load the newest weights")
                 return
             except WorkerLost as error:
-                if not self.rollouts or set(self.rollouts) == there:
+                if not await self.somebody(there):
                     raise
                 get_logger("service").warning("the others go on: %s", error)
 
     async def evaluate(self) -> None:
         """Measure the newest version; nothing is done where there is nothing to ask."""
         assert self.evaluation is not None, "evaluation follows start"
-        await self.evaluation.between()
+        while True:
+            there = set(self.rollouts)
+            try:
+                await self.evaluation.between()
+                return
+            except WorkerLost as error:  # no replica was left
+                if not await self.somebody(there):
+                    raise
+                get_logger("service").warning("evaluated again: %s", error)
+                await self.bring_all_up()
 
     @property
     def version(self) -> int:
@@ -105,7 +114,7 @@ class Session(Saving):
 
     async def close(self) -> None:
         self.replicas.close()
-        for task in self._watching:
+        for task in [*self._watching, *self._leaving]:
             task.cancel()
         await super().close()
         if self.dock is not None:

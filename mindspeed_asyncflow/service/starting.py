@@ -37,6 +37,7 @@ from mindspeed_asyncflow.service.senders import Senders
 from mindspeed_asyncflow.service.supervision import Supervision
 from mindspeed_asyncflow.service.workers import BESIDE_TRAINING
 from mindspeed_asyncflow.workflow.answering import GRACE_S
+from mindspeed_asyncflow.workflow.clock import now
 from mindspeed_asyncflow.workflow.dock_port import ThreadDock
 from mindspeed_asyncflow.workflow.evaluating import Evaluation
 from mindspeed_asyncflow.workflow.events import NoEvents
@@ -47,6 +48,7 @@ from mindspeed_asyncflow.workflow.weight_sync import WeightSync
 from mindspeed_asyncflow.workflow.workers import Question
 
 PARTITION = "train"
+NOTICED_S = 5.0  # the death of a process is known so long after a call of it has failed
 CALLS_BESIDE_ANSWERS = 5  # of one replica at a time: load, fetch, stop, count, evaluation
 
 
@@ -81,8 +83,7 @@ class Starting(Keeping):
         self.evaluation: Evaluation | None = None  # as soon as workers are connected
         self._probe: list[tuple[np.ndarray, np.ndarray]] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
-        self._dead: dict[int, WorkerLost] = {}  # replicas that were up
-        self._joining: set[int] = set()  # those that are awaited
+        self._joining: set[int] = set()  # replicas that are awaited
         self._watching: list[asyncio.Task[None]] = []
 
     async def start(self, say: Callable[[str], None]) -> None:
@@ -284,19 +285,21 @@ class Starting(Keeping):
 
     # ---- replicas that come and go -----------------------------------------------------------------------------------
 
+    @property
+    def _running(self) -> Run | None:
+        return None if self.run is None or self.run.over else self.run
+
     async def _join_late(self, index: int) -> None:
-        """A replica that is not up yet, or is dead, joins the run when it is up; without it the run goes on."""
+        """A replica that is not up yet joins the run when it is; without it the run goes on."""
         assert self.run is not None
-        lost = self._dead.pop(index, None)
+        if index in self._joining:
+            return
         self._joining.add(index)
         try:
-            if lost is None:
-                await self._up(index)
-            else:
-                await self.supervision.replace(f"rollout{index}", lost, lambda: self._up_again(index))
+            await self._up(index)
         except Exception as error:  # boundary: a warning, as long as the run has other replicas
             self.rollouts.pop(index, None)
-            self.run.answering.failed_to_start(index, error)
+            await self.run.give_up(index, error)
             return
         finally:
             self._joining.discard(index)
@@ -322,25 +325,51 @@ class Starting(Keeping):
     def _lost(self, index: int, error: WorkerLost) -> None:
         """The process of a replica is dead."""
         self.rollouts.pop(index, None)
-        self._dead[index] = error
         if self.senders is not None:
             self.senders.drop(index)
         self.turns.forget(index)
-        part = self._go_on(index, error)
-        task = asyncio.ensure_future(part) if self.run is None else self.run.job.spawn(part)
+        if index in self._joining or self.evaluation is None:  # whoever waits for it notices
+            return
+        if self._comes_back(index):
+            self._joining.add(index)
+        task = asyncio.ensure_future(self._go_on(index, error))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
     async def _go_on(self, index: int, error: WorkerLost) -> None:
-        """What a dead replica held goes to others, and a new process takes its place."""
-        if self.run is None and self.evaluation is not None:
+        """What a dead replica held goes to others, and a new process takes its place, in the run if one is on."""
+        if (run := self._running) is not None:
+            await asyncio.wait([run.job.spawn(run.answering.lost(index, error))])
+        else:
             self.sync.retire(index)
         await self._replace_mirror(index)
-        if self.run is None:  # it joins when the run begins
+        if index not in self._joining:
             return
-        await self.run.answering.lost(index, error)
-        if self._comes_back(index) and index not in self._joining:
-            await self._join_late(index)
+        try:
+            await self.supervision.replace(f"rollout{index}", error, lambda: self._up_again(index))
+        except Exception as failed:  # boundary: a warning, as long as there are other replicas
+            self.rollouts.pop(index, None)
+            if (run := self._running) is not None:
+                run.job.spawn(run.give_up(index, failed))
+            return
+        finally:
+            self._joining.discard(index)
+        if (run := self._running) is not None:
+            run.join(index, self.rollouts[index])
+        else:
+            self.sync.join(index, self.rollouts[index])
+
+    async def somebody(self, before: set[int]) -> bool:
+        """Where a call of one of the replicas `before` failed: waits until a loss is known, and where nobody is left
+        for whoever comes back. Whether to try again with those that are there."""
+        until = now() + NOTICED_S
+        while set(self.rollouts) == before and self.rollouts:
+            if now() > until:
+                return False
+            await asyncio.sleep(NOTICED_S / 50)
+        while not self.rollouts and self._leaving:
+            await asyncio.wait(self._leaving, return_when=asyncio.FIRST_COMPLETED)
+        return bool(self.rollouts)
 
     async def _watch(self, index: int, remote: Remote) -> None:
         """A replica on lent devices."""

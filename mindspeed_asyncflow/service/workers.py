@@ -152,4 +152,4 @@ class Workers:
         self.folder.dock.unlink(missing_ok=True)
         self.table.remove()
         for worker in self.workers:
-            worker.kill()
+            worker.dismiss()
