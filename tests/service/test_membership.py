@@ -5,9 +5,11 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
+from mindspeed_asyncflow.service.process_table import read_table
 from tests.service.test_launch import DEFAULT, ROOT, SMALL, Job, balanced, finished, pid_of, spans
 
 pytestmark = pytest.mark.slow
@@ -30,6 +32,34 @@ def test_a_replica_that_is_killed_in_the_middle_costs_speed_and_no_sample(tmp_pa
     fetched = {who for *_, who in spans(job, "rollout/fetch_weights")}  # the dead one's last second is not in the trace
     assert "rollout1" in fetched
     assert job.leftovers() == []
+
+
+def test_the_only_replica_may_stand_still_for_a_moment_and_is_replaced_when_it_stays_frozen(tmp_path):
+    """The run waits for the new process, which answers what the frozen one held."""
+    job = Job(tmp_path / "runs", DEFAULT, *REFERENCE, "trainer.steps=10", "faults.heartbeat_s=3")
+    job.wait_for("step 1/")
+    job.watch()
+    table = job.folder / "processes.json"
+    first = read_table(table)["rollout0"][0]
+    os.kill(first, signal.SIGSTOP)
+    time.sleep(0.5)
+    os.kill(first, signal.SIGCONT)
+    job.wait_for("step 3/")
+    assert read_table(table)["rollout0"][0] == first, job.text
+    os.kill(first, signal.SIGSTOP)
+    job.wait_for("rollout0 is back")
+    job.watch()
+    assert read_table(table)["rollout0"][0] != first and not alive(first)
+    summary = finished(job)
+    assert summary["steps"] == 10 and balanced(summary) and summary["max_lag"] <= 1
+    assert (summary["samples_trained"], summary["samples_dropped"]) == (10 * 64, 0)
+    log = (job.folder / "log.txt").read_text()
+    assert log.count("froze and was killed") >= 1 and "rollout0 joins at version" in log
+    assert job.leftovers() == [] and not table.exists()
+
+
+def alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture
