@@ -31,6 +31,10 @@ class DockFull(DockError):
     """A write does not fit into the warehouse (now, or ever)."""
 
 
+class DockMemoryLost(DockError):
+    """What a dock pair has left in shared memory is gone or damaged: it cannot go on from it."""
+
+
 class ClaimLost(DockError):
     """A result came for a claim that has ended: its lease ran out, it was released, or its worker was forgotten."""
 

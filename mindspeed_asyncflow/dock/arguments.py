@@ -73,11 +73,12 @@ def versions(pair: Any, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return low, high
 
 
-def server(lease_s: float, max_rows: int, pair: int, host: str, secret: bytes) -> None:
+def server(lease_s: float, max_rows: int, pair: int, host: str, secret: bytes, life: int) -> None:
     """Raises DockError for settings with which no pair can work."""
     if not (isinstance(lease_s, (int, float)) and math.isfinite(lease_s) and lease_s > 0):
         raise DockError(f"lease_s must be a number of seconds above 0, got {lease_s!r}")
     whole("max_rows", max_rows, 0)
     whole("pair", pair, 0, 255)
+    whole("life", life, 0, 31)  # numbers of partitions and claims are cut into so many parts
     if not secret and not (host.startswith("127.") or host in ("localhost", "::1")):
         raise DockError(f"a dock that listens on {host} needs a secret: everybody on that network can reach it")

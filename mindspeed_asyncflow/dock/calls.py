@@ -29,6 +29,14 @@ _NO_LENGTHS = np.empty(0, np.int64)
 _RETRY_S = 0.02  # between two attempts to reach a pair that may be starting again
 
 
+class Replaced(WorkerLost):
+    """A pair has lost its memory and begins empty under its old number: this client of it is of no use any more."""
+
+    def __init__(self, words: str, pair: int) -> None:
+        super().__init__(words)
+        self.pair = pair
+
+
 class Calls:
     """See `PairClient`."""
 
@@ -49,6 +57,7 @@ class Calls:
         self._pool = BufferPool()
         self._local = ""  # name of the pair's socket on this node
         self._token = b""  # of the pair's arena: another one means another pair, which has none of our rows
+        self.life = 0  # how often the pair has lost its memory
         channel = self._connect()
         hello = channel.hello
         self._idle.append(channel)
@@ -263,8 +272,9 @@ class Calls:
         token = channel.hello.array("arena_token", "uint8").tobytes()
         if self._token and token != self._token:
             channel.close()
-            raise WorkerLost(f"dock pair {self.pair} at {self.address} was replaced by another one; its rows are gone")
-        self._token = token
+            words = f"dock pair {self.pair} at {self.address} was replaced by another one; its rows are gone"
+            raise Replaced(words, self.pair) if channel.hello.whole("life") > self.life else WorkerLost(words)
+        self._token, self.life = token, channel.hello.whole("life")
         return channel
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from mindspeed_asyncflow.dock import arguments, describe, snapshot
 from mindspeed_asyncflow.dock.columns import Ragged
+from mindspeed_asyncflow.dock.fleet import anew
 from mindspeed_asyncflow.dock.gather import check_groups, check_lengths, cuttable, merge_columns, row_count, take
 from mindspeed_asyncflow.dock.pair import Claim, PairClient
 from mindspeed_asyncflow.dock.spread import SpreadClaims
@@ -70,6 +71,7 @@ class DockClient(SpreadClaims):
         ids = [row.group_id for row in firsts]
         return self.put(partition, ids, [row.group_size for row in firsts], counts, members, values, timeout_s)
 
+    @anew
     def put(
         self, partition: str, group_ids: Sequence[int] | np.ndarray | None = None,
         sizes: Sequence[int] | np.ndarray | None = None, counts: Sequence[int] | np.ndarray | None = None,
@@ -125,11 +127,13 @@ class DockClient(SpreadClaims):
         for group, handle in zip(groups.tolist(), handles):
             found[group] = handle
 
+    @anew
     def free(self, rows: np.ndarray) -> None:
         """The rows have served. Their bytes go when the last claim on them ends."""
         for pair, index in self._by_pair(rows):
             pair.free(np.asarray(rows)[index])
 
+    @anew
     def drop(
         self, rows: np.ndarray | None = None, *, group_ids: Sequence[int] | None = None, partition: str = "",
         reason: str,
@@ -154,10 +158,12 @@ class DockClient(SpreadClaims):
             if found:
                 pair.drop(group_ids=found, partition=partition, reason=reason)
 
+    @anew
     def seal(self, partition: str) -> None:
         """No more rows come: tails are served, then every claim ends with an empty grant whose `sealed` is True."""
         self._everywhere(lambda pair: pair.seal(partition))
 
+    @anew
     def close_partition(self, partition: str) -> None:
         """Frees all rows of `partition` (claimed ones when their claims end) and forgets its name."""
         closed, failed = self._ask_all(lambda pair: pair.close_partition(partition))
@@ -165,12 +171,14 @@ class DockClient(SpreadClaims):
         if failed:
             raise failed[0]
 
+    @anew
     def add_task(self, name: str, columns: Sequence[str]) -> None:
         """A further task, which sees all rows that are there. Equal columns again change nothing."""
         self._everywhere(lambda pair: pair.add_task(name, columns))
 
     # -- work ------------------------------------------------------------------------------------------------------
 
+    @anew
     def claim(
         self, task: str, count: int, *, partition: str, worker: str, at_least: int = 1,
         timeout_s: float | None = None, **how: Any,
@@ -208,6 +216,7 @@ class DockClient(SpreadClaims):
             claim = replace(claim, values=self.read(claim.rows, columns))
         return claim
 
+    @anew
     def read(self, rows: np.ndarray, columns: Sequence[str], copy: bool = False) -> dict[str, Any]:
         """The columns of `rows`, in their order: a Ragged, an array [n, ...], or a list (text, bytes, nested).
 
@@ -219,6 +228,7 @@ class DockClient(SpreadClaims):
             raise DockError("a read names rows, at least one")
         return parts[0][0] if len(parts) == 1 else merge_columns(parts, columns)
 
+    @anew
     def write(
         self, rows: np.ndarray, values: Mapping[str, Any], *, claim_id: int | None = None,
         versions: tuple[np.ndarray, np.ndarray] | None = None, done: bool = False, timeout_s: float | None = None,
@@ -244,6 +254,7 @@ class DockClient(SpreadClaims):
             )
             pair.write(np.asarray(rows)[index], part, claim_id=claim_id, versions=span, done=done, timeout_s=timeout_s)
 
+    @anew
     def done(self, claim_id: int | None = None, *, task: str = "", rows: np.ndarray | None = None) -> None:
         """The task has finished the rows of the claim (only `rows`, if given), or `rows` that claims of `task` hold."""
         if rows is not None:
@@ -254,6 +265,7 @@ class DockClient(SpreadClaims):
         else:
             raise DockError("done needs a claim, or a task and rows")
 
+    @anew
     def release(self, claim_id: int, rows: np.ndarray | None = None) -> None:
         """Gives the rows of the claim (only `rows`, if given) back: they are offered again, before others."""
         if rows is not None:
@@ -262,11 +274,13 @@ class DockClient(SpreadClaims):
         else:
             self._end(claim_id, lambda pair: pair.release(claim_id))
 
+    @anew
     def finish(self, task: str, rows: np.ndarray) -> None:
         """Marks rows that nobody holds as done for `task`, without a claim."""
         for pair, index in self._by_pair(rows):
             pair.finish(task, np.asarray(rows)[index])
 
+    @anew
     def forget_worker(self, worker: str) -> int:
         """Offers everything again that a lost worker holds; returns the number of its claims."""
         return sum(self._everywhere(lambda pair: pair.forget_worker(worker)))
@@ -293,6 +307,15 @@ class DockClient(SpreadClaims):
     def restore(self, folder: str | os.PathLike[str], timeout_s: float = 600.0) -> dict[str, Any]:
         """Puts a snapshot back, into any number of pairs that have none of its partitions."""
         return snapshot.load(self, folder, timeout_s)
+
+    @anew
+    def missing(self, partition: str, group_ids: Sequence[int]) -> list[int]:
+        """Those of the groups that no pair has."""
+        left = list(group_ids)
+        for pair in self.pairs():
+            found = set(pair.find(partition, left))
+            left = [group for group in left if group not in found]
+        return left
 
     # -- lost pairs ------------------------------------------------------------------------------------------------
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from mindspeed_asyncflow.dock import arguments
+from mindspeed_asyncflow.dock.calls import Replaced
 from mindspeed_asyncflow.dock.columns import Schema
 from mindspeed_asyncflow.dock.gather import weigh
 from mindspeed_asyncflow.dock.homes import Room, named_home, spread
@@ -20,8 +22,24 @@ from mindspeed_asyncflow.dock.table import pair_numbers
 from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError, Unanswered, WorkerLost
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 _AGAIN_S = 0.05  # between two attempts to reach a pair
 _Put = Callable[[PairClient, float], list]
+
+
+def anew(verb: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
+    """A verb of the whole dock, carried out again when a pair that it asked has lost its memory and begins empty."""
+
+    @functools.wraps(verb)
+    def call(dock: Any, *args: _P.args, **how: _P.kwargs) -> _T:
+        for _ in dock.addresses:
+            try:
+                return verb(dock, *args, **how)
+            except Replaced as replaced:
+                dock._let_go(replaced.pair)
+        return verb(dock, *args, **how)
+
+    return call
 
 
 _LOOK_ELSEWHERE_S = 0.25  # how long a put waits for room at its home before it looks at the others again
@@ -48,7 +66,7 @@ class Fleet:
             first = self._connect(listed[0])
         self.addresses: list[str] = first.addresses or [first.address]
         self._pairs: dict[int, PairClient] = {first.pair: first}
-        self._tokens = {first.pair: first.token}
+        self._tokens = {first.pair: (first.token, first.life)}  # of pairs: and how often they have lost their memory
         self._gone: set[int] = set(first.forgotten)
         self.schema: Schema = first.schema
         self._home = self._choose_home() if home is None else home
@@ -117,10 +135,12 @@ class Fleet:
             pair = self._pairs.get(number)
         if pair is None:
             pair = self._reach(number, time.monotonic() + (self._restart_s if patient else 0.0))
-            if self._tokens.setdefault(number, pair.token) != pair.token:
+            token, life = self._tokens.get(number, (pair.token, pair.life))
+            if token != pair.token and pair.life <= life:
                 pair.close()
                 raise WorkerLost(f"pair {number} at {pair.address} was replaced by another one; its rows are gone")
             with self._lock:
+                self._tokens[number] = pair.token, pair.life
                 kept = self._pairs.setdefault(number, pair)
             if kept is not pair:
                 pair.close()

@@ -20,6 +20,7 @@ def hello(member: Member, arena: Arena) -> dict:
         "columns": column_table(schema),
         "tasks": [[t.name, list(t.columns)] for t in schema.tasks.values()],
         "pair": member.node.pair,
+        "life": member.memory.life,
         "addresses": member.peers.addresses,
         "forgotten": member.peers.forgotten,
         "local": local_name(arena),

@@ -114,7 +114,8 @@ class Journal:
 
 
 def read_journal(path: str, token: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The effects of all complete entries, in order. Raises DockError when it does not belong to the arena `token`."""
+    """The effects of all complete entries, in order. Raises DockError when it does not belong to the arena `token`,
+    or when an entry before the last one is damaged."""
     raw = memoryview(Path(path).read_bytes())
     begin = len(MAGIC) + len(token)
     if bytes(raw[:begin]) != MAGIC + token:
@@ -123,6 +124,8 @@ def read_journal(path: str, token: bytes) -> Iterator[tuple[str, dict[str, Any]]
         length, checksum = _ENTRY.unpack_from(raw, begin)
         body = raw[begin + _ENTRY.size : begin + _ENTRY.size + length]
         if not length or len(body) < length or zlib.crc32(body) != checksum:
+            if bytes(raw[begin + _ENTRY.size + length :]).strip(b"\0"):
+                raise DockError(f"{path} is damaged {begin} bytes from its start")
             return  # nothing was written here, or it was cut short
         for packed in _decode(body):
             yield _unpack(packed)

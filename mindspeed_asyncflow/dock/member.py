@@ -46,9 +46,9 @@ class _Caller:
 class Member:
     def __init__(
         self, schema: Schema, arena: Arena, lease_s: float, pair: int, max_rows: int, secret: bytes, watcher: Watcher,
-        now: float, restart: bool,
+        now: float, restart: bool, life: int = 0,
     ) -> None:  # fmt: skip
-        self.memory = memory = Memory(arena, restart)
+        self.memory = memory = Memory(arena, restart, life)
         self.node = DockNode(schema, arena, lease_s, pair, max_rows, memory.first_number)
         self.peers = Peers(secret, watcher, self._stolen, self._groups)
         memory.start(self.node, self.peers, now, lease_s)

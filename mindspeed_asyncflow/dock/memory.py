@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -16,32 +17,42 @@ from mindspeed_asyncflow.dock.node import MOST_ROWS, DockNode
 from mindspeed_asyncflow.dock.peers import Peers
 from mindspeed_asyncflow.dock.rebuild import Rebuild
 from mindspeed_asyncflow.dock.wire import Message
-from mindspeed_asyncflow.errors import PlatformError
+from mindspeed_asyncflow.errors import DockMemoryLost, PlatformError
 
 _ROW_BYTES, _CELL_BYTES, _CALL_BYTES = 192, 32, 1 << 16  # most that a row, a cell and a call add to the journal
 _BOOT_SHIFT = 32  # claim ids, reservations and groups without a name: the number of the start, then a counter
+
+_BOOTS_OF_LIFE, _PARTITIONS_OF_LIFE = 256, 32
 
 _BYTE = np.dtype(np.uint8)
 
 
 class Memory:
-    """`boot` counts the starts of the pair from 0; `first_number` is one that no earlier start has used."""
+    """`boot` counts the starts of the pair from 0; `first_number` is one that no earlier start has used. `life`: of a
+    pair that begins empty, how often it has lost its memory before; no number of an earlier life comes again."""
 
-    def __init__(self, arena: Arena, restart: bool) -> None:
+    def __init__(self, arena: Arena, restart: bool, life: int = 0) -> None:
         path = journal_path(arena.path)
         self._effects = list(read_journal(path, arena.token)) if restart else []
-        self.boot = 1 + max((fields["number"] for kind, fields in self._effects if kind == "boot"), default=-1)
+        boots = (fields["number"] for kind, fields in self._effects if kind == "boot")
+        self.boot = 1 + max(boots, default=life * _BOOTS_OF_LIFE - 1)
         self.first_number = (self.boot << _BOOT_SHIFT) + 1
         self.journal = Journal(path, arena.token)
         self.answers = Answers()
         self._quarantine: list[tuple[float, int, np.ndarray]] = []  # reservations of earlier starts, whose clients may
         # still be writing: until when, number, begins and ends
 
+    @property
+    def life(self) -> int:
+        return self.boot // _BOOTS_OF_LIFE
+
     def start(self, node: DockNode, peers: Peers, now: float, lease_s: float) -> None:
         """Brings node and peers to where the journal ends, and from there notes what they do."""
         self._node, self._peers = node, peers
         if self._effects:
             self._rebuild(now, lease_s)
+        else:  # handles name the number of their partition: those of earlier lives are stale
+            node.controller.set_partition_numbers(self.life * _PARTITIONS_OF_LIFE, [])
         self.journal.start(self._description())
         node.set_journal(self.journal.note)
         node.before = lambda message: self.journal.ensure_room(self._needs(message))
@@ -108,3 +119,12 @@ def journal_path(arena_path: str) -> str:
 
 def can_restart(arena_path: str) -> bool:
     return os.path.exists(arena_path) and os.path.exists(journal_path(arena_path))
+
+
+@contextlib.contextmanager
+def damage_named(arena_path: str) -> Iterator[None]:
+    """Around a restart: whatever it trips over was read from the memory that a dead pair has left."""
+    try:
+        yield
+    except Exception as error:  # boundary: damaged bytes may raise anything
+        raise DockMemoryLost(f"{arena_path} or its journal is damaged: {type(error).__name__}: {error}") from error

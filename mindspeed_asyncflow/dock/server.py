@@ -23,10 +23,10 @@ from mindspeed_asyncflow.dock.connection import Call, Connection
 from mindspeed_asyncflow.dock.greeting import hello, local_name
 from mindspeed_asyncflow.dock.link import Link
 from mindspeed_asyncflow.dock.member import Member, Outcome
-from mindspeed_asyncflow.dock.memory import can_restart
+from mindspeed_asyncflow.dock.memory import can_restart, damage_named
 from mindspeed_asyncflow.dock.node import MOST_ROWS, Answer
 from mindspeed_asyncflow.dock.wire import MAX_BODY, Header, Verb, WireError
-from mindspeed_asyncflow.errors import DockError, PlatformError
+from mindspeed_asyncflow.errors import DockError, DockMemoryLost, PlatformError
 
 _WITH_BULK = (Verb.PUT, Verb.WRITE)
 _MOST_PARKED = 256  # calls of one connection
@@ -42,18 +42,19 @@ class DockServer:
     the rows held at a time (0: only bytes count). `restart=True` goes on from the arena and journal at `arena_path`
     that a killed server has left; its clients go on too when it listens at the same address. `close()` ends the thread
     and removes the arena; clients that wait then get an error at once. `failed` is told what else ended the thread.
+    Where arena or journal are gone or damaged a restart raises `DockMemoryLost`; clients also go on with an empty pair
+    whose `life`, from 0, is one more: rows, claims and handles of the one before are stale for it.
     """
 
     def __init__(
         self, columns: Sequence[ColumnSpec], tasks: Sequence[TaskSpec], arena_mb: int = 64, lease_s: float = 120.0,
         host: str = "127.0.0.1", port: int = 0, secret: str | bytes = b"", arena_path: str | None = None,
         pair: int = 0, max_rows: int = 0, stall_s: float = _STALL_S, restart: bool = False,
-        failed: Callable[[BaseException], None] | None = None,
+        failed: Callable[[BaseException], None] | None = None, life: int = 0,
     ) -> None:  # fmt: skip
         self._secret = secret.encode() if isinstance(secret, str) else secret
         self._stall_s, self._failed = stall_s, failed
-        arguments.server(lease_s, max_rows, pair, host, self._secret)
-        schema = Schema(columns, tasks)
+        arguments.server(lease_s, max_rows, pair, host, self._secret, life)
         try:
             self._listener = socket.create_server((host, port), backlog=512)
         except OSError as error:
@@ -67,9 +68,9 @@ class DockServer:
         try:
             self._arena = self._open_arena(arena_path, arena_mb << 20, restart)
             self._hold_arena()
-            self._member = Member(
-                schema, self._arena, lease_s, pair, max_rows, self._secret, self, time.monotonic(), restart
-            )
+            with damage_named(self._arena.path) if restart else contextlib.nullcontext():
+                how = (lease_s, pair, max_rows, self._secret, self, time.monotonic(), restart, life)
+                self._member = Member(Schema(columns, tasks), self._arena, *how)
         except BaseException:  # boundary: what was opened is closed, and the error goes on
             self._listener.close()
             self._local_listener.close()
@@ -102,8 +103,9 @@ class DockServer:
         if not restart:
             return Arena.create(path, nbytes)
         if path is None or not can_restart(path):
-            raise PlatformError(f"there is no arena with a journal at {path}: a pair cannot go on from it")
-        return Arena.reopen(path)
+            raise DockMemoryLost(f"there is no arena with a journal at {path}: a pair cannot go on from it")
+        with damage_named(path):
+            return Arena.reopen(path)
 
     @property
     def address(self) -> str:

@@ -67,6 +67,7 @@ class SpreadClaims(Fleet):
             try:
                 return claim(self._pair(number))
             except WorkerLost as error:
+                self._let_go(number)
                 lost = lost or error
             except Unanswered:  # the next claim goes elsewhere
                 self._home = alive[(alive.index(number) + 1) % len(alive)]

@@ -2,20 +2,29 @@
 
 scorer, reference   a new process, which begins again with what the dead one held
 dock pair           a new process on the arena and the journal that the dead one has left in shared memory, at the same
-                    address: clients go on, rows are all there, claims are offered again
+                    address: clients go on, rows are all there, claims are offered again. Where that memory is
+                    gone or damaged, an empty pair: the prompts of its rows are issued again
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.dock.pair import PairClient
+from mindspeed_asyncflow.errors import DockMemoryLost
+from mindspeed_asyncflow.observe.log import get_logger
+from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.actors import Remote
 from mindspeed_asyncflow.service.cleanup import shm_path
 from mindspeed_asyncflow.service.supervision import Kept, Supervision
 from mindspeed_asyncflow.service.workers import Workers
 from mindspeed_asyncflow.workflow.dock_port import ThreadDock
+from mindspeed_asyncflow.workflow.run import Run
 
 
 class Keeping(Workers):
@@ -26,6 +35,11 @@ class Keeping(Workers):
     dock: ThreadDock | None = None
     scorer: Any  # a `Remote` until it is built, then `Kept`
     references: list[Any]  # the same
+    run: Run | None
+
+    def __init__(self, config: Config, folder: RunFolder) -> None:
+        super().__init__(config, folder)
+        self._lives: Counter[int] = Counter()  # how often each pair has lost its memory
 
     def spawn_scorer(self) -> Remote:
         return self.spawn("scorer", concurrency=2)
@@ -51,14 +65,24 @@ class Keeping(Workers):
             self._keep_pair(index, pair)
 
     def _keep_pair(self, index: int, pair: Remote) -> None:
-        name, spec = pair.name, self.spec
-        host, _, port = spec.dock_addresses[index].rpartition(":")
-        where = (index, shm_path(f"arena{index}"), host, int(port), True)
-        self._keep(
-            pair,
-            lambda: self.spawn(name, node=self.places[name].node),
-            lambda new: new.build(wiring.build_pair, spec.config, spec.dock_secret, *where),
-        )
+        name = pair.name
+        self._keep(pair, lambda: self.spawn(name, node=self.places[name].node), lambda new: self._pair_again(index, new))
+
+    async def _pair_again(self, index: int, pair: Remote) -> None:
+        """On the memory of the dead one; where that is gone or damaged, empty."""
+        spec, addresses = self.spec, self.spec.dock_addresses
+        host, _, port = addresses[index].rpartition(":")
+        where = (spec.config, spec.dock_secret, index, shm_path(f"arena{index}"), host, int(port))
+        try:
+            await pair.build(wiring.build_pair, *where, None)
+        except DockMemoryLost as error:
+            get_logger("service").warning("%s begins empty: %s", pair.name, error)
+            self._lives[index] += 1
+            await pair.build(wiring.build_pair, *where, self._lives[index])
+            if len(addresses) > 1:
+                await asyncio.to_thread(_join, index, addresses, spec.dock_secret)
+        if self.run is not None:  # a damaged journal may have ended early, and said nothing
+            self.run.job.spawn(self.run.issue_again())
 
     def _keep(self, worker: Remote, spawn: Callable[[], Remote], build: Callable[[Remote], Awaitable[Any]]) -> Kept:
         async def again() -> Remote:
@@ -80,3 +104,8 @@ class Keeping(Workers):
         super().kill()
         if self.dock is not None:  # threads that wait for a pair to come back do so no more
             self.dock.client.close()
+
+
+def _join(index: int, addresses: Sequence[str], secret: bytes) -> None:
+    with PairClient(addresses[index], secret) as pair:
+        pair.join(index, addresses)

@@ -16,6 +16,7 @@ from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.data.tokenizers import decode_answers, load_tokenizer
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, grpo_tasks
+from mindspeed_asyncflow.dock.memory import journal_path
 from mindspeed_asyncflow.dock.server import DockServer
 from mindspeed_asyncflow.engines.base import RolloutEngine
 from mindspeed_asyncflow.observe.log import get_logger, setup_logging
@@ -369,11 +370,15 @@ class OneProcess:
 
 
 def build_pair(
-    config: Config, secret: bytes, pair: int, arena_path: str, host: str, port: int = 0, restart: bool = False
+    config: Config, secret: bytes, pair: int, arena_path: str, host: str, port: int = 0, life: int | None = 0
 ) -> DockServer:
-    """Controller/warehouse pair number `pair`, which listens on `host`. `restart`: it goes on from what a dead one has
-    left at `arena_path`. The process ends when its thread fails, so that this is noticed."""
+    """Controller/warehouse pair number `pair`, which listens on `host`. `life`: of an empty pair, how often it has lost
+    its memory before; None: it goes on from what a dead one has left at `arena_path`. The process ends when its thread
+    fails, so that this is noticed."""
     a = config.algorithm
+    if life:
+        for damaged in (arena_path, journal_path(arena_path)):
+            Path(damaged).unlink(missing_ok=True)
     return DockServer(
         GRPO_COLUMNS,
         grpo_tasks(
@@ -390,8 +395,9 @@ def build_pair(
         pair=pair,
         max_rows=config.dock.max_rows,
         arena_path=arena_path,
-        restart=restart,
+        restart=life is None,
         failed=_end_process,
+        life=life or 0,
     ).start()
 
 

@@ -198,6 +198,11 @@ class SimDock:
         self.control.drop(self.part, self.part.members(self.part.groups.find(group_ids)), reason, self._now())
         self._settle()
 
+    async def missing(self, group_ids: Sequence[int]) -> list[int]:
+        await self._trip()
+        there = self.part.groups.lookup(np.array(group_ids, np.int64)) >= 0
+        return [group for group, found in zip(group_ids, there.tolist()) if not found]
+
     async def drop_rows(self, rows: np.ndarray, reason: str) -> None:
         await self._trip()
         self.control.drop(self.part, self.slots(rows), reason, self._now())

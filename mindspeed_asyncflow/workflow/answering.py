@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mindspeed_asyncflow.dock.client import Claim
-from mindspeed_asyncflow.errors import ClaimLost, DockError, WorkerLost
+from mindspeed_asyncflow.errors import ClaimLost, DockError, StaleHandle, WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.workflow.clock import in_time
 from mindspeed_asyncflow.workflow.job import Job
@@ -176,7 +176,9 @@ class Answering:
             groups, whole = await self._parcels[index].get()
             self._holds[index] = groups
             if whole:
-                claim = await job.claim("rollout", len(groups), worker=worker, group_ids=groups, at_least=len(groups))
+                claim = await job.claim_groups("rollout", groups, worker=worker)
+                if claim is None:
+                    continue
                 await self.generate(index, claim)
             while (
                 rest := await job.claim_now("rollout", len(groups), worker=worker, group_ids=groups, timeout_s=0.0)
@@ -234,7 +236,7 @@ class Answering:
         try:
             with job.calling(f"rollout{index}", "generate"):
                 report = await self._in_time(index, job.crew.rollouts[index].generate(claim.claim_id, rows_of(claim)))
-        except ClaimLost as error:  # as with a dock pair that was started again: its rows are offered again
+        except (ClaimLost, StaleHandle) as error:  # as with a dock pair that was started again
             get_logger("rollout").warning("rollout%d begins again with what it had: %s", index, error)
             with contextlib.suppress(DockError):
                 await job.dock.release(claim.claim_id)

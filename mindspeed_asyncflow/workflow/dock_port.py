@@ -58,6 +58,8 @@ class Dock(Protocol):
 
     async def drop_rows(self, rows: np.ndarray, reason: str) -> None: ...
 
+    async def missing(self, group_ids: Sequence[int]) -> list[int]: ...
+
     async def forget_worker(self, worker: str) -> int: ...
 
     async def seal(self) -> None: ...
@@ -120,6 +122,9 @@ class ThreadDock:
 
     async def drop_rows(self, rows: np.ndarray, reason: str) -> None:
         await self._run(self.client.drop, rows, reason=reason)
+
+    async def missing(self, group_ids: Sequence[int]) -> list[int]:
+        return await self._run(self.client.missing, self.partition, group_ids)
 
     async def forget_worker(self, worker: str) -> int:
         return await self._run(self.client.forget_worker, worker)

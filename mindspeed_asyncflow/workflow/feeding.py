@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.observe.trace import get_tracer
 from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.job import Job
+
+LOOK_AGAIN_S = 1.0  # what leaves dock and book in this very moment is in neither by then
 
 
 class Feeder:
@@ -71,6 +75,26 @@ class Feeder:
         job.window.issued += sum(len(g) for g in groups)
         job.book.add(batch, groups)
         job.progressed()
+
+    async def issue_again(self) -> None:
+        """Prompts of open groups that the dock does not have, since a pair has lost its memory, in new groups."""
+        job = self.job
+        first = await job.dock.missing(job.book.pending())
+        await asyncio.sleep(LOOK_AGAIN_S)
+        lost = await job.dock.missing([g for g in first if job.book.is_open(g)])
+        found: dict[int, list[tuple[int, Issue]]] = {}  # by batch
+        for group in filter(job.book.is_open, lost):
+            samples = job.book.lose(group, 0)
+            job.window.dropped["dock_lost"] += samples
+            job.events.note("dropped", group=group, samples=samples, reason="dock_lost")
+            batch, issue = job.book.close_group(group)
+            found.setdefault(batch, []).append((group, issue))
+        if lost:
+            said = "the dock has lost the groups %s; their prompts are issued again"
+            get_logger("workflow").warning(said, ", ".join(map(str, lost)))
+        for batch, pairs in found.items():
+            groups, issues = zip(*pairs)
+            await self.put(batch, issues, replaces=groups)
 
     def missing(self, step: int) -> int:
         """Groups that `step` lacks, as far as it may still replace some; 0: it goes short, or lacks none."""

@@ -22,6 +22,7 @@ from mindspeed_asyncflow.workflow.staleness import StalenessWindow
 from mindspeed_asyncflow.workflow.turns import Turns
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync
 
+LOOK_AGAIN_S = 5.0  # what a claim waits for may have been lost with a dock pair
 MOST_NAMED = 8  # calls that a message names
 
 
@@ -79,11 +80,22 @@ class Job:
             except DeadlineExceeded:
                 return None
 
+    async def claim_groups(self, task: str, groups: Sequence[int], *, worker: str) -> Claim | None:
+        """All of these groups, without those that leave the book meanwhile; None where none is left."""
+        while left := [group for group in groups if self.book.is_open(group)]:
+            ask: dict[str, Any] = {"group_ids": left, "at_least": len(left), "timeout_s": LOOK_AGAIN_S}
+            claim = await self.claim_now(task, len(left), worker=worker, **ask)
+            if claim is not None and len(claim.rows):
+                return claim
+            await asyncio.sleep(0)  # a sealed partition answers at once: the run is ending
+        return None
+
     async def all_of(
         self, task: str, groups: Sequence[int], worker: str, work: Callable[[Claim], Awaitable[bool]]
     ) -> None:
         """`work` on all of these groups as one claim; what it leaves undone is claimed again until nothing is left."""
-        if await work(await self.claim(task, len(groups), worker=worker, group_ids=groups, at_least=len(groups))):
+        claim = await self.claim_groups(task, groups, worker=worker)
+        if claim is None or await work(claim):
             return
         while True:
             rest = await self.claim_now(task, len(groups), worker=worker, group_ids=groups, timeout_s=0.0)

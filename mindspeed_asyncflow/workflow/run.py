@@ -151,6 +151,10 @@ class Run:
             self.book.add(self.book.batch_of(group), [of_group])
         self.job.events.note("restored", open=self.book.open_groups())
 
+    async def issue_again(self) -> None:
+        """A dock pair was started again: prompts whose rows it has not any more are issued again."""
+        await self.feeder.issue_again()
+
     def join(self, index: int, worker: Any) -> None:
         """A replica is up (or up again) and answers from now on."""
         self.answering.join(index, worker)

@@ -60,8 +60,6 @@ class Scoring:
         unscored = np.isin(claim.rows, list(report.unscored))
         flat = np.isin(claim.group_ids, report.flat) & ~unscored
         for reason, chosen in (("unscored", unscored), ("zero_variance", flat)):
-            if chosen.any():
-                await job.dock.drop_rows(claim.rows[chosen], reason)
             for group, samples in zip(*np.unique(claim.group_ids[chosen], return_counts=True)):
                 if int(group) in job.book.surplus:
                     continue
@@ -69,6 +67,8 @@ class Scoring:
                 job.events.note("dropped", group=int(group), samples=int(samples), reason=reason)
                 if job.book.is_open(int(group)) and not job.book.lose(int(group), int(samples)):
                     job.book.close_group(int(group))
+            if chosen.any():
+                await job.dock.drop_rows(claim.rows[chosen], reason)
 
     async def reference_loop(self, index: int) -> None:
         """As `score_loop`, over the references in equal shares."""

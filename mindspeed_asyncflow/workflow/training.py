@@ -188,7 +188,7 @@ class Training:
                 return claim
 
     def _not_held(self, claim: Claim) -> Claim:
-        """Without rows of groups that this step has taken already: a dock pair that was started again offers them anew."""
+        """Without rows of groups that this step has taken: a dock pair that was started again offers them anew."""
         is_open = np.array([self.job.book.is_open(g) for g in claim.group_ids.tolist()], bool)
         return claim if is_open.all() else part_of(claim, is_open)
 

@@ -1,6 +1,7 @@
 """The journal of a pair: what is read back after a crash at any byte, and what happens when memory is short."""
 
 import errno
+import itertools
 import os
 from pathlib import Path
 
@@ -66,14 +67,22 @@ def test_a_tail_that_was_cut_at_any_byte_is_ignored_and_what_was_before_it_is_ke
             assert len(list(read_journal(str(torn), TOKEN))) == 1 + complete, f"cut at {cut}"
 
 
-def test_a_damaged_byte_ends_the_journal_there(journal, path, tmp_path):
+def test_a_damaged_entry_is_refused_and_ignored_where_it_is_the_last_one(journal, path, tmp_path):
+    """The last one may have been cut short by the death of its writer; what comes after another one relies on it."""
     ends = append(journal)
     whole = bytearray(Path(path).read_bytes())
-    for at in range(ends[1], ends[2]):
-        hurt = whole.copy()
-        hurt[at] ^= 0x5A
-        (tmp_path / "hurt").write_bytes(hurt)
-        assert plain(read_journal(str(tmp_path / "hurt"), TOKEN)) == plain([("boot", {"number": 0}), EFFECTS[0]])
+    for first, last in itertools.pairwise(ends):
+        for at in range(first + 4, last):
+            hurt = whole.copy()
+            hurt[at] ^= 0x5A
+            (tmp_path / "hurt").write_bytes(hurt)
+            if last == ends[-1]:
+                assert plain(read_journal(str(tmp_path / "hurt"), TOKEN)) == plain(
+                    [("boot", {"number": 0}), *EFFECTS[:-1]]
+                )
+            else:
+                with pytest.raises(DockError, match=f"damaged {first} bytes"):
+                    list(read_journal(str(tmp_path / "hurt"), TOKEN))
 
 
 def test_a_call_with_several_effects_is_there_wholly_or_not_at_all(journal, path, tmp_path):

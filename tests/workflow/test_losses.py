@@ -9,6 +9,8 @@ import pytest
 from mindspeed_asyncflow.dock.server import DockServer
 from mindspeed_asyncflow.errors import WorkerReplaced
 from mindspeed_asyncflow.rewards.pool import Score
+from mindspeed_asyncflow.workflow import feeding
+from mindspeed_asyncflow.workflow import job as job_module
 from tests.workflow import fakes
 from tests.workflow.fakes import FakePool, FakeRollout, FakeTrain, prompts_of, run_loops
 from tests.workflow.test_run import config
@@ -117,6 +119,13 @@ class Restartable(DockServer):
         (columns, tasks), how = self.how
         Restartable(columns, tasks, **how | {"port": port, "arena_path": self.arena_path, "restart": True}).start()
 
+    def empty_again(self, life) -> None:
+        """As `again`, with its memory lost."""
+        port = int(self.address.rpartition(":")[2])
+        self.crash()
+        (columns, tasks), how = self.how
+        Restartable(columns, tasks, **how | {"port": port, "life": life}).start()
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
@@ -142,3 +151,37 @@ def test_a_dock_pair_may_be_started_again_at_any_moment_of_a_run(tmp_path, monke
     window = once(out)
     assert len(made) >= 4
     assert window.issued == window.trained == 48
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_where_a_dock_pair_loses_its_memory_the_prompts_of_its_rows_are_issued_again(tmp_path, monkeypatch, mode):
+    """While the trainer holds none of its rows; nothing waits for what is gone."""
+    monkeypatch.setattr(fakes, "DockServer", Restartable)
+    monkeypatch.setattr(Restartable, "made", made := [])
+    monkeypatch.setattr(feeding, "LOOK_AGAIN_S", 0.1)
+    monkeypatch.setattr(job_module, "LOOK_AGAIN_S", 0.2)
+
+    def before(run):
+        feed = run.feeder.put
+
+        async def put_and_lose(batch, issues, replaces=()):
+            await feed(batch, issues, replaces)
+            if batch == 1 and len(made) == 1:
+                await asyncio.sleep(0.01)
+                await asyncio.to_thread(made[-1].empty_again, len(made))
+                run.job.spawn(run.issue_again())
+
+        run.feeder.put = put_and_lose
+
+    rollouts = [FakeRollout(delay_s=0.3), FakeRollout(delay_s=0.2)]
+    try:
+        out = run_loops(
+            config(replicas=2, **MODES[mode]), tmp_path, prompts_of(100, 4), rollouts=rollouts, before=before
+        )
+    finally:
+        for server in made:
+            server.close()
+    window = once(out)
+    assert len(made) == 2 and window.dropped["dock_lost"] >= 2
+    assert window.trained == 48 == window.issued - window.dropped["dock_lost"]
