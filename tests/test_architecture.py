@@ -42,6 +42,8 @@ ROOMS = {
     "torch": ("algorithms/", "data/", "engines/", "patches/", "platforms/", "reshard/"),
 }
 ENVIRONMENT_READERS = ("platforms/", "cli/", "engines/vllm/", "service/")
+# The wall clock may jump, so it stamps what people read and compare, and no wait depends on it.
+WALL_CLOCKS = ("observe/", "service/chaos.py", "service/cleanup.py", "engines/vllm/backend.py")
 TOP_LEVEL = {
     *("mindspeed_asyncflow", "configs", "scripts", "tests", "cann_kernels", "docs", "benchmarks", "examples"),
     *("setup.py", "README.md", "README.zh-CN.md", "LICENSE", "pyproject.toml"),
@@ -159,6 +161,20 @@ def test_environment_variables_are_read_in_few_rooms(name):
         and node.value.id == "os"
     ]
     assert uses == [], f"{name} reads the environment on lines {uses}; make it a setting"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_wall_clock_is_read_where_moments_are_written_down_only(name):
+    """A clock that somebody sets must not end a wait, or make one endless."""
+    if name.startswith(WALL_CLOCKS):
+        return
+    uses = [
+        node.lineno
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Attribute)
+        and (node.attr, getattr(node.value, "id", "")) in {("time", "time"), ("time_ns", "time"), ("now", "datetime")}
+    ]
+    assert uses == [], f"{name} reads the wall clock on lines {uses}; waits take time.monotonic or the loop's clock"
 
 
 def test_files_and_functions_stay_small():
