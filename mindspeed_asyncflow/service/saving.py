@@ -14,6 +14,7 @@ one of a run is an error.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ class Saving(Starting):
         super().__init__(*args)
         self.run: Run | None = None
         self.resumed = Resumed()
-        self._clean = {"stream": self.stream.state(), "recorder": self.recorder.state()}
+        self._clean = copy.deepcopy({"stream": self.stream.state(), "recorder": self.recorder.state()})
         self._writing: asyncio.Task[None] | None = None
 
     # ---- save --------------------------------------------------------------------------------------------------------
@@ -68,13 +69,16 @@ class Saving(Starting):
         try:
             partial = await asyncio.to_thread(checkpoints.begin, self.folder.checkpoints, step)
             async with self.turns.training():
+                self._progressed()
                 copies = self._all_ranks("begin_save", str(partial))
                 shared = await self._in_time(copies, "the trainer and critic ranks to copy their state to host memory")
+            self._progressed()
             cut = asyncio.to_thread(self._cut_dock, partial / DOCK)
             await self._in_time(cut, "the dock to be written")
         except (CheckpointError, DockError) as error:
             self._not_written(step, last, error)
             return
+        self._progressed()
         text = self._cut(step)  # at once: the dock goes on already
         self._writing = asyncio.ensure_future(self._write(partial, step, text, shared, last))
         if last:
@@ -92,6 +96,11 @@ class Saving(Starting):
             writing, self._writing = self._writing, None
             writing.cancel()
             await asyncio.wait([writing])
+
+    def _progressed(self) -> None:
+        """A checkpoint has a deadline of its own, which may be later than the watchdog's."""
+        assert self.run is not None
+        self.run.job.progressed()
 
     def _ranks(self) -> Sequence[Any]:
         return [*self.trainers, *self.critics]

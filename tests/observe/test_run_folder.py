@@ -60,3 +60,29 @@ def test_a_reserved_folder_is_the_latest_and_takes_the_run_beside_its_logs(tmp_p
     assert run.config.read_text() == "a: 1\n" and (run.logs / "node0.log").exists()
     with pytest.raises(ConfigError, match="not empty"):
         RunFolder.create_at(reserved.path, "a: 2\n")
+
+
+def test_a_run_that_goes_on_is_cut_back_to_its_marks(tmp_path):
+    """Lines go by bytes, files of single steps by their number, what says that the run ended goes whole."""
+    run = RunFolder.create_at(tmp_path / "run", "a: 1\n")
+    for folder in (run.events, run.tensorboard):
+        folder.mkdir()
+    run.metrics.write_text("one\n")
+    (run.events / "events.jsonl").write_text("begun\n")
+    (run.tensorboard / "first").write_text("1")
+    marks = run.marks()
+    for file in (run.metrics, run.events / "events.jsonl", run.tensorboard / "first"):
+        file.write_text(file.read_text() + "more\n")
+    (run.tensorboard / "second").write_text("2")
+    run.evaluations.write_text("later\n")
+    run.summary.write_text("{}")
+    for step in range(3):
+        (run.samples / f"step_{step:06d}.txt").write_text("")
+        (run.events / f"step_{step:06d}_replica_0.npz").write_text("")
+    run.cut_back(marks, step=1)
+    assert run.metrics.read_text() == "one\n" and (run.events / "events.jsonl").read_text() == "begun\n"
+    assert {p.name: p.read_text() for p in run.tensorboard.iterdir()} == {"first": "1"}
+    assert run.evaluations.read_text() == "" and not run.summary.exists()
+    assert [p.name for p in run.samples.iterdir()] == ["step_000000.txt"]
+    assert {p.name for p in run.events.iterdir()} == {"events.jsonl", "step_000000_replica_0.npz"}
+    assert run.config.read_text() == "a: 1\n"

@@ -59,3 +59,16 @@ def test_samples_are_readable_and_an_answer_cannot_pose_as_a_record(folder):
     text = (folder.samples / "step_000003.txt").read_text(encoding="utf-8")
     assert text.startswith("--- step 3 | version 2 | lag 1 | reward 0.5\nprompt: sort: b a\nanswer: ab\n")
     assert sum(line.startswith("--- step") for line in text.splitlines()) == 2
+
+
+def test_metrics_are_written_on_after_their_file_was_cut(folder):
+    writer = MetricsWriter(folder, tensorboard=True)
+    for step in range(3):
+        writer.write(step, {"actor/loss": 1.0})
+    with writer.closed():
+        first = folder.metrics.read_text().splitlines(keepends=True)[0]
+        folder.metrics.write_text(first)
+    writer.write(1, {"actor/loss": 2.0})
+    writer.close()
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert [(row["step"], row["actor/loss"]) for row in rows] == [(0, 1.0), (1, 2.0)]
