@@ -100,11 +100,13 @@ def figures(
     components: dict[str, dict[str, Any]] = {}
     for name in sorted({blow.component for blow in blows}):
         mine = [blow for blow in blows if blow.component == name]
+        ends = [blow.end_s for blow in mine if blow.end_s is not None]
         seconds = [blow.seconds for blow in mine if blow.seconds is not None]
         components[name] = {
             "kills": sum(blow.how == "kill" for blow in mine),
             "freezes": sum(blow.how == "freeze" for blow in mine),
             "ended_the_run": sum(blow.ended for blow in mine),
+            "end_s_max": round(max(ends), 1) if ends else None,
             "recovery_s_median": round(statistics.median(seconds), 1) if seconds else None,
             "recovery_s_max": round(max(seconds), 1) if seconds else None,
         }
@@ -125,11 +127,8 @@ def figures(
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = [f"{'component':14} {'kills':>5} {'freezes':>7} {'ended the run':>13} {'back after s':>12} {'at most':>8}"]
+    heads = ("kills", "freezes", "ended the run", "within s", "back after s", "at most")
+    lines = [f"{'component':14}" + "".join(f" {head:>13}" for head in heads)]
     for name, found in result["components"].items():
-        seconds = ("-" if found[key] is None else found[key] for key in ("recovery_s_median", "recovery_s_max"))
-        median, most = seconds
-        lines.append(
-            f"{name:14} {found['kills']:5} {found['freezes']:7} {found['ended_the_run']:13} {median:>12} {most:>8}"
-        )
+        lines.append(f"{name:14}" + "".join(f" {'-' if n is None else n:>13}" for n in found.values()))
     return "\n".join(lines)

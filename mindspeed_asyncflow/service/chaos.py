@@ -40,8 +40,14 @@ WRONG_SETTINGS = 2  # exit status
 class Blow:
     name: str  # of the process
     how: str  # kill or freeze
-    ended: bool = False  # the run ended, and went on with --resume auto
+    began: float = 0.0  # monotonic seconds
+    end_s: float | None = None  # until nothing of the run was left; None: the run went on
     seconds: float | None = None  # until it was back; None: the run was over before
+
+    @property
+    def ended(self) -> bool:
+        """The run ended because of it, and went on with --resume auto."""
+        return self.end_s is not None
 
     @property
     def component(self) -> str:
@@ -129,8 +135,8 @@ class Chaos:
                 if code == WRONG_SETTINGS:
                     raise AsyncFlowError(f"the run refuses its settings; its last words:\n{self._tail()}")
                 self.ends += 1
-                if self.blows:
-                    self.blows[-1].ended = True
+                if self.blows and self.blows[-1].seconds is None:
+                    self.blows[-1].end_s = time.monotonic() - self.blows[-1].began
                 self.say(f"the run has ended with exit status {code}; resuming")
                 self._start()
             elif done():
@@ -181,10 +187,9 @@ class Chaos:
         if found is None:
             return
         name, how, pid = found
-        blow = Blow(name, how)
+        blow = Blow(name, how, time.monotonic())
         self.blows.append(blow)
         self.say(f"{how} {name} (process {pid})")
-        began = time.monotonic()
         self._hit(name, how, pid)
         back_at: list[float] = [time.time()] if name == "driver" and how == "freeze" else []
 
@@ -195,7 +200,7 @@ class Chaos:
             return bool(back_at) and self._step_after(back_at[0])
 
         if self._until(back):
-            blow.seconds = time.monotonic() - began
+            blow.seconds = time.monotonic() - blow.began
             self.say(f"{name} is back after {blow.seconds:.1f} s" + (" and a resume" if blow.ended else ""))
 
     def _choose(self) -> tuple[str, str, int] | None:

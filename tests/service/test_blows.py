@@ -118,12 +118,13 @@ def test_figures_are_medians_by_component_and_count_what_is_wrong():
     blows = [
         Blow("rollout0", "kill", seconds=2.0),
         Blow("rollout1", "freeze", seconds=4.0),
-        Blow("driver", "kill", True),
+        Blow("driver", "kill", end_s=1.0),
     ]
     found = figures(blows, audit, ["7 left"], [], "")
+    columns = ("kills", "freezes", "ended_the_run", "end_s_max", "recovery_s_median", "recovery_s_max")
     assert found["components"] == {
-        "driver": {"kills": 1, "freezes": 0, "ended_the_run": 1, "recovery_s_median": None, "recovery_s_max": None},
-        "rollout": {"kills": 1, "freezes": 1, "ended_the_run": 0, "recovery_s_median": 3.0, "recovery_s_max": 4.0},
+        "driver": dict(zip(columns, (1, 0, 1, 1.0, None, None))),
+        "rollout": dict(zip(columns, (1, 1, 0, None, 3.0, 4.0))),
     }
     assert (found["kills"], found["lost"], found["trained_twice"], found["law_violations"]) == (3, 1, 0, 2)
     assert (found["leftover_processes"], found["leftover_files"], found["not_finished"]) == (1, 0, 0)
