@@ -62,8 +62,9 @@ class Recovery:
 
     def _watch(self) -> None:
         heartbeat_s = self.session.config.faults.heartbeat_s
-        ranks = [w for w in self.session.group() if not w.name.startswith("rollout")]  # the others are watched already
-        self._watches = [asyncio.create_task(w.watch(heartbeat_s), name=w.name) for w in ranks]
+        others = self.session.replicas.remotes  # that go on without a replica on a rank's device
+        members = [w for w in self.session.group() if not (others and w.name.startswith("rollout"))]
+        self._watches = [asyncio.create_task(w.watch(heartbeat_s), name=w.name) for w in members]
 
     def _stop_watching(self) -> None:
         for watch in self._watches:

@@ -187,10 +187,8 @@ def test_a_signal_ends_every_process_within_15_s(tmp_path, number):
 
 @pytest.mark.parametrize("victim", ["rollout", "trainer", "dock", "driver"])
 def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(tmp_path, victim):
-    """B47, B97: kill -9 after step 1."""
-    job = Job(
-        tmp_path / "runs", DEFAULT, *SMALL, "trainer.steps=100000", "data.epochs=100000", "rollout.engine=reference"
-    )
+    """B47, B97: kill -9 after step 1, where nothing is replaced."""
+    job = Job(tmp_path / "runs", DEFAULT, *ENDLESS, "faults.max_restarts=0")
     job.wait_for("step 1/")
     job.watch()
     began = time.monotonic()
@@ -203,7 +201,7 @@ def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(tmp_path
         return
     os.kill(pid_of(job, victim), signal.SIGKILL)
     assert job.wait(15) == 1, job.text
-    assert ("dock pair 0" if victim == "dock" else f"{victim}0") in job.summary["error"]
+    assert f"{victim}0" in job.summary["error"]
     assert not (job.folder / "checkpoints").exists()
     assert job.leftovers() == []
 

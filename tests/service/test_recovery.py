@@ -35,15 +35,18 @@ class Rank:
 class Session:
     """`rounds` say what each `train` does; everything that is done to the session is written down."""
 
-    def __init__(self, *rounds, restarts=3):
+    def __init__(self, *rounds, restarts=3, others=True):
         faults = FaultsConfig(max_restarts=restarts)
         self.config = SimpleNamespace(faults=faults)
         self.notes, self.done, self.rounds = [], [], list(rounds)
         self.supervision = Supervision(faults, lambda kind, **fields: self.notes.append((kind, fields["component"])))
         self.run, self.dock, self.references = "first run", self, []
         self.sync = SimpleNamespace(replicas=[None])
-        self.replicas, self.folder = SimpleNamespace(up={}), SimpleNamespace(checkpoints=None)
-        self.ranks = [Rank("trainer0"), Rank("trainer1")]
+        self.replicas, self.folder = (
+            SimpleNamespace(up={}, remotes={0: None} if others else {}),
+            SimpleNamespace(checkpoints=None),
+        )
+        self.ranks = [Rank("trainer0"), Rank("trainer1"), Rank("rollout1")]
 
     def group(self):
         return self.ranks
@@ -78,6 +81,11 @@ async def ends(session):
 async def loses_a_rank(session):
     session.ranks[1].end()
     await asyncio.sleep(60)
+
+
+async def loses_a_replica_on_a_device_of_a_rank(session):
+    session.ranks[2].end()
+    await asyncio.sleep(0.1)
 
 
 async def hears_of_it_first(session):
@@ -115,6 +123,13 @@ def test_a_lost_rank_starts_the_group_again_from_the_newest_checkpoint(fault, na
     assert error is None and not session.rounds
     assert session.done == ["end", "start", ("restore", Path("newest")), "prepare"]
     assert session.notes == [("lost", name), ("recovered", name)]
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_replica_on_a_device_of_a_rank_is_missed_where_there_are_no_others(others):
+    session, error = run(loses_a_replica_on_a_device_of_a_rank, ends, others=others)
+    assert error is None
+    assert session.notes == ([] if others else [("lost", "rollout1"), ("recovered", "rollout1")])
 
 
 def test_an_error_while_all_ranks_live_ends_the_run():
