@@ -21,6 +21,7 @@ from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.actors import Remote
 from mindspeed_asyncflow.service.cleanup import shm_path
+from mindspeed_asyncflow.service.dock_pair import build_pair
 from mindspeed_asyncflow.service.supervision import Kept, Supervision
 from mindspeed_asyncflow.service.workers import Workers
 from mindspeed_asyncflow.workflow.dock_port import ThreadDock
@@ -65,8 +66,10 @@ class Keeping(Workers):
             self._keep_pair(index, pair)
 
     def _keep_pair(self, index: int, pair: Remote) -> None:
-        name = pair.name
-        self._keep(pair, lambda: self.spawn(name, node=self.places[name].node), lambda new: self._pair_again(index, new))
+        def spawn() -> Remote:
+            return self.spawn(pair.name, node=self.places[pair.name].node)
+
+        self._keep(pair, spawn, lambda new: self._pair_again(index, new))
 
     async def _pair_again(self, index: int, pair: Remote) -> None:
         """On the memory of the dead one; where that is gone or damaged, empty."""
@@ -74,11 +77,11 @@ class Keeping(Workers):
         host, _, port = addresses[index].rpartition(":")
         where = (spec.config, spec.dock_secret, index, shm_path(f"arena{index}"), host, int(port))
         try:
-            await pair.build(wiring.build_pair, *where, None)
+            await pair.build(build_pair, *where, None)
         except DockMemoryLost as error:
             get_logger("service").warning("%s begins empty: %s", pair.name, error)
             self._lives[index] += 1
-            await pair.build(wiring.build_pair, *where, self._lives[index])
+            await pair.build(build_pair, *where, self._lives[index])
             if len(addresses) > 1:
                 await asyncio.to_thread(_join, index, addresses, spec.dock_secret)
         if self.run is not None:  # a damaged journal may have ended early, and said nothing

@@ -15,6 +15,7 @@ from mindspeed_asyncflow.platforms.base import current
 from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.actors import Remote, here, spawn
 from mindspeed_asyncflow.service.cleanup import shm_path
+from mindspeed_asyncflow.service.dock_pair import build_pair
 from mindspeed_asyncflow.service.head import daemons
 from mindspeed_asyncflow.service.placement import DEVICE
 from mindspeed_asyncflow.service.process_table import ProcessTable
@@ -84,7 +85,7 @@ class Workers:
         starting = {}
         for i, pair in enumerate(pairs):
             host = self.places[pair.name].ip
-            starting[pair.name] = pair.build(wiring.build_pair, self.config, secret, i, shm_path(f"arena{i}"), host)
+            starting[pair.name] = pair.build(build_pair, self.config, secret, i, shm_path(f"arena{i}"), host)
         await self.in_time(starting)
         found = [await self.within(pair.get("address"), f"{pair.name} to name its address") for pair in pairs]
         self.folder.dock.touch(mode=0o600)
