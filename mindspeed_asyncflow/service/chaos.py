@@ -77,7 +77,6 @@ class Chaos:
         self.ends = 0  # of the run, that were followed by a resume
         self.left_processes: list[str] = []
         self.left_files: list[str] = []
-        self._further = steps  # steps that are added when the run ends before all blows are through
         self._turns: list[tuple[str, str]] = []  # (component, how) that are due before any comes again
         self._seen: set[psutil.Process] = set()
         self._starts = 0
@@ -97,7 +96,7 @@ class Chaos:
                     time.sleep(self._random.uniform(0, PAUSE_S))
                     self._strike()
                 elif len(self.blows) < kills:
-                    self.steps += self._further
+                    self.steps *= 2
                     self.say(f"the run is complete; it goes on to step {self.steps}")
                     self._start()
             self.say("all blows are through; waiting for the end of the run")
