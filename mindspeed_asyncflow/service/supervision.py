@@ -7,16 +7,18 @@ process dies ─► `watch` ends ─► note "lost" ─► again() ─► note "
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from mindspeed_asyncflow.config.faults import FaultsConfig
-from mindspeed_asyncflow.errors import AsyncFlowError, WorkerLost, WorkerReplaced
+from mindspeed_asyncflow.errors import WorkerLost, WorkerReplaced
 from mindspeed_asyncflow.observe.log import get_logger
-from mindspeed_asyncflow.workflow.clock import now
+from mindspeed_asyncflow.workflow.clock import in_time, now
 
 T = TypeVar("T")
+NOTICE_S = 10.0  # the watch of a process sees its death by then
 
 
 class Watched(Protocol):
@@ -59,7 +61,7 @@ class Supervision:
             )
             try:
                 found = await again()
-            except AsyncFlowError as failed:
+            except Exception as failed:  # boundary: whatever a start fails with, it is tried again
                 error = failed
                 continue
             seconds = now() - began
@@ -130,13 +132,21 @@ class Kept:
             try:
                 return await getattr(worker, method)(*args)
             except WorkerLost as error:
-                while self.worker is worker and self._lost is None:  # the watch notices the same death
-                    await self._news.wait()
+                await self._noticed(worker)
                 if self._lost is not None:
                     raise self._lost from error
+                if self.worker is worker:  # it lives: what it waited for was lost
+                    raise
                 raise WorkerReplaced(f"{error}; another process has its place") from error
 
         return call
+
+    async def _noticed(self, worker: Watched) -> None:
+        """Wait until `worker` has been replaced, or will not be; not for long where the watch does not see it dead."""
+        until = now() + NOTICE_S
+        while self.worker is worker and self._lost is None and (self._down or now() < until):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await in_time(self._news.wait(), NOTICE_S)
 
     def close(self) -> None:
         self._keeping.cancel()

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from mindspeed_asyncflow.config.faults import FaultsConfig
-from mindspeed_asyncflow.errors import EngineError, WorkerLost, WorkerReplaced
+from mindspeed_asyncflow.errors import WorkerLost, WorkerReplaced
+from mindspeed_asyncflow.service import supervision as supervision_module
 from mindspeed_asyncflow.service.supervision import Supervision
 
 
@@ -42,7 +43,7 @@ class Starts:
         await asyncio.sleep(0)
         if self.failures:
             self.failures -= 1
-            raise EngineError("no memory")
+            raise OSError("no memory")
         self.made.append(Worker(len(self.made) + 1))
         return self.made[-1]
 
@@ -121,6 +122,22 @@ def test_a_component_that_is_lost_too_often_ends_the_run_and_every_call(max_rest
 
     said, _ = supervised(scenario, max_restarts, failures)
     assert said.startswith("scorer") and ("no memory" in said) == bool(failures)
+
+
+def test_a_worker_that_tells_of_the_loss_of_another_one_is_not_replaced(monkeypatch):
+    monkeypatch.setattr(supervision_module, "NOTICE_S", 0.02)
+
+    async def scenario(kept, starts, supervision):
+        async def score():
+            raise WorkerLost("dock pair 0 went away")
+
+        starts.made[0].score = score
+        with pytest.raises(WorkerLost, match="dock pair 0") as found:
+            await kept.score()
+        assert not isinstance(found.value, WorkerReplaced)
+        return len(starts.made)
+
+    assert supervised(scenario) == (1, [])
 
 
 def test_what_ends_after_the_close_is_no_loss():
