@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         only=only, patience_s=arguments.patience, say=lambda words: print(words, flush=True),
     )  # fmt: skip
     failure = ""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the run must not go on alone
     try:
         chaos.run(arguments.kills)
     except AsyncFlowError as error:  # what was lost until then is told all the same
