@@ -68,20 +68,18 @@ class Mirrors:
             await self._take(place, [index, *beside])
 
     async def lost(self, index: int) -> list[int]:
-        """The process of replica `index` is dead. Returns the replicas that have no way to weights any more."""
+        """The process of replica `index` is dead. Returns the replicas that have no way to weights any more. One that
+        comes back loads through the mirror of its node, as long as there is one."""
         async with self._changing:
-            for node in self._nodes.values():
-                if index in node.members[1:]:
-                    node.members.remove(index)
             dead = self._nodes.pop(index, None)
             if dead is None:
                 return []
             Path(dead.path).unlink(missing_ok=True)
             left = [i for i in dead.members if i != index]
-            others, starting = ([i for i in left if (i in self.workers) is up] for up in (True, False))
+            others, absent = ([i for i in left if (i in self.workers) is up] for up in (True, False))
             for heir in others:
                 try:
-                    await self._take(dead.place, [heir, *(i for i in others if i != heir), *starting], index)
+                    await self._take(dead.place, [heir, *(i for i in others if i != heir), *absent, index], index)
                 except (WorkerLost, WeightSyncError) as error:
                     get_logger("service").warning("rollout%d cannot fetch weights for its node: %s", heir, error)
                     continue

@@ -217,6 +217,7 @@ class Starting(Keeping):
 
     async def _build_replica(self, index: int) -> None:
         remote = self.replicas.remotes[index]
+        self.home[remote.name] = self.replicas.places[index].node  # one in its place runs where a mirror knows it
         building = remote.build(wiring.build_rollout, self.spec, index)
         await (building if self.senders is None else self.senders.add(index, remote, building, self.spec))
 

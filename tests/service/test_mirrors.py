@@ -75,8 +75,26 @@ def test_when_the_one_that_fetches_dies_the_next_one_of_its_node_takes_over(made
     mirrors, workers, _ = made
     first = workers.pop(0)
     assert asyncio.run(mirrors.lost(0)) == []
-    assert mirrors.sync.told == [(0, (2, 4))]
+    assert mirrors.sync.told == [(0, (2, 4, 0))]
     assert workers[2].routes[0].path != first.routes[0].path
+
+
+def test_one_that_comes_back_loads_through_the_mirror_that_its_node_has_by_then(made):
+    mirrors, workers, _ = made
+    for dead in (2, 0):  # nobody fetches for their node any more
+        del workers[dead]
+        assert asyncio.run(mirrors.lost(dead)) == []
+    assert mirrors.sync.told == [(0, None)]
+    workers[0], workers[2] = Replica(), Replica()
+    asyncio.run(mirrors.need(2, PLACES))
+    asyncio.run(mirrors.need(0, PLACES))
+    assert mirrors.sync.told == [(0, None), (NOBODY, (2, 0, 4))]
+    assert (len(workers[2].routes), len(workers[0].routes)) == (1, 0)
+    del workers[2]
+    asyncio.run(mirrors.lost(2))
+    workers[2] = Replica()
+    asyncio.run(mirrors.need(2, PLACES))
+    assert mirrors.sync.told[-1] == (2, (0, 4, 2)) and workers[2].routes == []
 
 
 def test_one_that_only_loads_changes_nothing_when_it_dies(made):
