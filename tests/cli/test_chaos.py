@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_asyncflow.cli import main
+
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "debug" / "reference_engine.yaml"
 SETTINGS = (
@@ -41,11 +43,12 @@ def test_a_run_under_kills_and_freezes_loses_nothing_and_its_audit_agrees(tmp_pa
     assert audited.returncode == 0 and json.loads(audited.stdout)["resumes"] == found["resumes"]
 
 
-def test_settings_and_folders_that_cannot_be_used_are_refused_before_anything_starts(tmp_path):
-    refused = asyncflow("chaos", CONFIG, "--kills", 0)
-    assert refused.returncode == 2 and "--kills 0" in refused.stderr
+def test_settings_and_folders_that_cannot_be_used_are_refused_before_anything_starts(tmp_path, capsys):
     (tmp_path / "kept").touch()
-    refused = asyncflow("chaos", CONFIG, "--run-folder", tmp_path)
-    assert refused.returncode == 2 and "is not empty" in refused.stderr
-    refused = asyncflow("chaos", CONFIG, "--set", "faults.heartbeats=3")
-    assert refused.returncode == 2 and "faults.heartbeat_s" in refused.stderr
+    for words, said in (
+        (("--kills", "0"), "--kills 0"),
+        (("--run-folder", str(tmp_path)), "is not empty"),
+        (("--set", "faults.heartbeats=3"), "faults.heartbeat_s"),
+    ):
+        assert main(["chaos", str(CONFIG), *words]) == 2
+        assert said in capsys.readouterr().err
