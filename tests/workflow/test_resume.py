@@ -114,18 +114,18 @@ def test_with_lag_and_partial_answers_nothing_is_lost_nor_trained_twice(tmp_path
 
 
 def test_answers_that_are_complete_in_the_cut_are_trained_and_not_asked_again(tmp_path):
-    """B50: prompts 0 to 7, two per step, two steps ahead; the cut comes after the first step."""
+    """B50: prompts 0 to 7, two per step, one step ahead; the cut comes after the first step."""
     settings = config(steps=4, groups=2, trainer={"save_every": 1})
-    whole = run_loops(
-        settings, tmp_path / "whole", prompts_of(8, 2, epochs=1), train=FakeTrain(delay_s=0.05), publish_s=0.1
-    )
+    slow = FakeTrain(delay_s=0.05)
+    whole = run_loops(settings, tmp_path / "whole", prompts_of(8, 2, epochs=1), train=slow)
     cut = whole.saved[1]
-    assert cut.state["feeder"]["next_batch"] == 2 and len(cut.state["book"]["groups"]) == 2
+    assert {2, 3} <= {index for *_, index, _ in cut.state["book"]["groups"]}
+    answers = sum(len(np.load(file)["i.response_ids"]) for file in cut.dock.glob("*.npz"))
     engine = FakeRollout()
     rest = run_loops(settings, tmp_path / "rest", prompts_of(8, 2, epochs=1), rollouts=[engine], resume=cut)
     assert sorted(everything_trained(whole, rest, 1)[2:4]) == [(0, 2), (0, 3)]
     assert sorted(everything_trained(whole, rest, 1)) == [(0, i) for i in range(8)]
-    assert engine.answered == 8  # prompts 4 to 7, two answers each
+    assert answers >= 1 and engine.answered == 16 - 4 - answers  # of 16, step 0 trained 4
 
 
 @pytest.mark.parametrize("at, further", [(5, 7), (6, 6), (7, 5)])
