@@ -19,6 +19,7 @@ notes into rows and writes them in batches. Nothing is ever deleted: what a resu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import sqlite3
@@ -157,6 +158,21 @@ class Ledger:
             return False
         self._failed = None
         return True
+
+
+def inherit(source: Path, target: Path) -> None:
+    """A run that goes on from a checkpoint of another run in a folder of its own begins with the ledger of that; where
+    it has none, a warning. The other run may be on. Raises `LedgerError`."""
+    if not source.is_file():
+        words = "there is no ledger %s: an audit of the run that goes on cannot know what was before its checkpoint"
+        get_logger("observe").warning(words, source)
+        return
+    try:
+        with contextlib.closing(connect(source)) as theirs, contextlib.closing(sqlite3.connect(target)) as mine:
+            check_format(theirs, source)
+            theirs.backup(mine)
+    except sqlite3.Error as error:
+        raise LedgerError(f"cannot copy the ledger {source} to {target}: {error}") from error
 
 
 def connect(path: Path) -> sqlite3.Connection:

@@ -21,7 +21,7 @@ from mindspeed_asyncflow.data.prompts import PromptSet
 from mindspeed_asyncflow.data.sources import make_sources
 from mindspeed_asyncflow.data.tokenizers import load_tokenizer
 from mindspeed_asyncflow.errors import AsyncFlowError, ConfigError, DataError, PlatformError, WorkerLost
-from mindspeed_asyncflow.observe.ledger import Ledger
+from mindspeed_asyncflow.observe.ledger import Ledger, inherit
 from mindspeed_asyncflow.observe.log import close_logging, get_logger, setup_logging, shown
 from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.report import write_report
@@ -145,6 +145,9 @@ class _Launch:
         ticker = asyncio.create_task(self._tick())
         session, say = self.session, self.progress.phase
         log = EventLog(self.folder.events / "events.jsonl") if self.config.observe.events else None
+        checkpoint = self.begins.checkpoint
+        if checkpoint is not None and checkpoint.parent != self.folder.checkpoints:
+            inherit(RunFolder(checkpoint.parent.parent).ledger, self.folder.ledger)
         self.events = session.events = Told(Ledger(self.folder.ledger), log)
         if not self.begins.again:
             session.note_begun()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mindspeed_asyncflow.errors import LedgerError
-from mindspeed_asyncflow.observe.ledger import Ledger
+from mindspeed_asyncflow.observe.ledger import Ledger, inherit
 
 
 def rows(path, query):
@@ -97,3 +97,20 @@ def test_the_cost_is_part_of_the_ledger(tmp_path):
     ((cost,),) = rows(path, "SELECT value FROM fact WHERE key = 'cost_s'")
     assert float(cost) > 0
     assert os.path.getsize(path) > 0
+
+
+def test_a_run_that_goes_on_elsewhere_begins_with_the_ledger_of_the_other(tmp_path):
+    source, target = tmp_path / "first.sqlite", tmp_path / "second.sqlite"
+    first = Ledger(source)
+    issue(first, 0)
+    first.settle()
+    inherit(source, target)
+    issue(first, 1)
+    first.close()
+    second = Ledger(target)
+    issue(second, 7)
+    second.close()
+    assert rows(target, "SELECT seq, grp FROM issued") == [(1, 0), (2, 7)]
+    assert rows(source, "SELECT seq, grp FROM issued") == [(1, 0), (2, 1)]
+    inherit(tmp_path / "none.sqlite", tmp_path / "third.sqlite")
+    assert not (tmp_path / "third.sqlite").exists()
