@@ -25,6 +25,7 @@ from mindspeed_asyncflow.observe.ledger import Ledger, inherit
 from mindspeed_asyncflow.observe.log import close_logging, get_logger, setup_logging, shown
 from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.report import write_report
+from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.summary import closing_words, write_summary
 from mindspeed_asyncflow.observe.trace import configure, get_tracer, merge_traces
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
