@@ -20,7 +20,7 @@ import numpy as np
 
 from mindspeed_asyncflow.algorithms.moments import Moments, rescale
 from mindspeed_asyncflow.dock.client import Claim
-from mindspeed_asyncflow.errors import ClaimLost, EngineError
+from mindspeed_asyncflow.errors import ClaimLost, EngineError, StaleHandle
 from mindspeed_asyncflow.records import OptimReport
 from mindspeed_asyncflow.workflow import batcher
 from mindspeed_asyncflow.workflow.evaluating import Evaluation
@@ -268,7 +268,8 @@ class Training:
             await self.train_chunk(step, part_of(claim, chosen), rules, sums, shown)
         with contextlib.suppress(ClaimLost):  # a dock pair was started again: this loop alone trains its rows
             await self.job.dock.done(claim.claim_id)
-        await self.job.dock.free(claim.rows)
+        with contextlib.suppress(StaleHandle):  # or has lost its memory
+            await self.job.dock.free(claim.rows)
 
     async def train_chunk(self, step: int, claim: Claim, rules: ChunkRules, sums: _Sums, shown: int) -> None:
         """Gradients of one chunk; `shown`: answers to print."""
