@@ -9,7 +9,9 @@ import pytest
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.dock.columns import ColumnSpec, TaskSpec
 from mindspeed_asyncflow.dock.memory import journal_path
+from mindspeed_asyncflow.dock.pair import PairClient
 from mindspeed_asyncflow.dock.server import DockServer
+from mindspeed_asyncflow.dock.table import pair_numbers
 from mindspeed_asyncflow.errors import ClaimLost, DockError, DockMemoryLost, StaleHandle, WorkerLost
 
 COLUMNS = [ColumnSpec("prompt", "int32", "ragged", shared=True, tokens=True), ColumnSpec("x", "float32")]
@@ -111,3 +113,26 @@ def test_an_empty_pair_that_is_no_later_life_of_the_old_one_is_refused(start):
 def test_numbers_last_for_31_lives(start):
     with pytest.raises(DockError, match="life"):
         start(life=32)
+
+
+def test_in_a_dock_of_several_pairs_the_others_go_on_and_the_empty_one_takes_part_again(start, tmp_path):
+    servers = [start(pair=0), start(f"/dev/shm/asyncflow-{os.getpid()}-test-{tmp_path.name}-1", pair=1)]
+    addresses = [server.address for server in servers]
+    with DockClient(addresses, "s", home=0) as dock, DockClient(addresses, "s", home=1) as other:
+        rows = put(dock, *range(8))
+        lost = [g for g, row in enumerate(rows.tolist()) if pair_numbers(np.array([row]))[0] == 1]
+        assert 0 < len(lost) < 8
+        path, port = end(servers[1])
+        os.unlink(path)
+        os.unlink(journal_path(path))
+        start(path, port=port, life=1, pair=1)
+        with PairClient(addresses[1], "s") as pair:
+            pair.join(1, addresses)
+        assert dock.missing("p", range(8)) == other.missing("p", range(8)) == lost
+        put(other, *lost)
+        got: list[int] = []
+        while len(got) < 8:
+            claim = other.claim("make", 8, partition="p", worker="w", timeout_s=5.0)
+            got += claim.group_ids.tolist()
+            other.write(claim.rows, {"x": np.zeros(len(claim.rows), np.float32)}, claim_id=claim.claim_id, done=True)
+        assert sorted(got) == list(range(8)) and dock.stats()["pairs"] == 2
