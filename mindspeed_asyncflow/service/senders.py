@@ -35,9 +35,10 @@ class Senders:
         self._pairs: dict[int, tuple[Remote, Remote]] = {}  # sender and replica, by index of the replica
         places = [workers.places[rank.name] for rank in ranks]
         if len({place.node for place in places}) > 1:
+            found, transfer = ", ".join(sorted({place.ip for place in places})), workers.config.rollout.ascend.transfer
             raise PlatformError(
-                f"rollout.ascend.transfer={workers.config.rollout.ascend.transfer}: a sender reads the relay of one node, and "
-                f"trainer ranks are on {', '.join(sorted({place.ip for place in places}))}: set it to relay"
+                f"rollout.ascend.transfer={transfer}: a sender reads the relay of one node, and trainer ranks are on "
+                f"{found}: set it to relay"
             )
 
     async def add(
