@@ -90,7 +90,7 @@ class Checkpointer:
         self._tensors = {name: tuple(tensor.shape) for name, tensor in layout.tensors.items()}
         self._mine = _written_here(layout, rank, self._params)
         self._pool = HostPool(platform)
-        self._host: list[torch.Tensor] = []  # of the pool, while a file is written
+        self._host: dict[tuple[str, str, int], list[torch.Tensor]] = {}  # kept: pinning costs more than copying
         self._writing: tuple[_Writing, Future[list[SavedFile]]] | None = None
         # a thread that is there already: starting one would wait for it inside the pause
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -124,7 +124,6 @@ class Checkpointer:
             raise EngineError(f"rank {self._rank} has begun no checkpoint")
         writing, future = self._writing
         self._wait(writing, future)
-        self._release()
         return future.result()
 
     def _give_up(self) -> None:
@@ -132,7 +131,6 @@ class Checkpointer:
             writing, future = self._writing
             writing.unwanted = True
             self._wait(writing, future)
-        self._release()
 
     def _wait(self, writing: _Writing, future: Future[list[SavedFile]]) -> None:
         seen = -1
@@ -144,17 +142,13 @@ class Checkpointer:
                 )
             seen = writing.written
 
-    def _release(self) -> None:
-        self._pool.give(self._host)
-        self._host, self._writing = [], None
-
     def close(self) -> None:
         """What is being written is written to its end."""
         self._thread.shutdown()
 
     def _state(self) -> list[tuple[str, str, int, torch.Tensor]]:
         """(kind, parameter, first element, tensor) of all that this rank writes."""
-        found = [(WEIGHT, name, 0, self._weights[name].detach()) for name in self._mine]
+        found = [(WEIGHT, name, 0, w.detach()) for name, w in self._weights.items() if name in self._mine]
         for share in optim_state.shares(self._step.optimizer, self._weights):
             if not share.sharded and share.name not in self._mine:
                 continue
@@ -167,11 +161,11 @@ class Checkpointer:
         if tensor.dtype not in DTYPES:
             raise EngineError(f"{kind} of {name} has type {tensor.dtype}; a checkpoint can have {list(DTYPES)}")
         source = tensor.contiguous().view(-1).view(torch.uint8)
-        host = self._pool.take(source.numel())
+        if (host := self._host.get((kind, name, start))) is None:
+            host = self._host[kind, name, start] = self._pool.take(source.numel())
         parts = source.split([p.numel() for p in host]) if len(host) > 1 else [source]
         for piece, part in zip(host, parts):
             piece.copy_(part, non_blocking=True)
-        self._host += host
         buffers = [piece.numpy() for piece in host]
         return Piece(kind, self._params[name], start, tensor.numel(), DTYPES[tensor.dtype], buffers)
 
