@@ -9,7 +9,9 @@
     scored      score          rows, unscored, flat
     dropped     who drops      reason, group or groups, samples (without it: all that the groups have left)
     loaded      weight sync    replica, version, fingerprint
-    joined      rollout        replica; also `lost` and `left`
+    joined      rollout        replica; also `lost` and `left`, with claims: how many it held
+    lost        supervision    component, why: its process died, or was killed because it froze
+    recovered   supervision    component, seconds: another process has its place
     trained     train          step, plan [replica][micro-batch][[group, member]], versions [replica][micro-batch]
                                [[oldest, newest]], rules, sums [replica]{name: value}
     finished    train          version, tokens, samples, applied, grad_norm, lr
