@@ -27,7 +27,7 @@ from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.service.cleanup import SHM
 from mindspeed_asyncflow.service.process_table import read_table
 
-LOOK_S = 0.1
+LOOK_S = 0.25
 END_S = 15.0  # nothing of a run may be left so long after it has ended
 PAUSE_S = 4.0  # at most, between being back and the next blow
 FROZEN_S = 5.0  # at most; a driver is stopped for so long, and then goes on
