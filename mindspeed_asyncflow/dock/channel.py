@@ -68,6 +68,8 @@ class Channel:
         self.usable = False
         timeout_s = message.get("timeout_s")
         patience = self._wait_s if timeout_s is None else float(timeout_s) + _GRACE_S
+        if verb is not Verb.CLAIM:  # a claim may be asked anew; what else gets no answer may have been carried out
+            patience = max(patience, self._wait_s)
         try:
             self._wait_at_most(patience)
             nbytes = sum(array.nbytes for array in bulk) if bulk else 0
