@@ -17,7 +17,7 @@ PACKAGE = ROOT / "mindspeed_asyncflow"
 
 LAYERS = {
     0: ("records", "errors", "config"),
-    1: ("platforms", "observe", "patches"),
+    1: ("platforms", "observe", "patches", "migration"),
     2: ("dock", "algorithms", "rewards", "environments", "data", "planner"),
     3: ("reshard", "engines"),
     4: ("workflow",),

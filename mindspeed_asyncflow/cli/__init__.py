@@ -9,11 +9,24 @@ import traceback
 from collections.abc import Sequence
 
 from mindspeed_asyncflow import __version__
-from mindspeed_asyncflow.cli import audit, chaos, check, dock, export, plan, profile, replay, report, simulate, train
+from mindspeed_asyncflow.cli import (
+    audit,
+    chaos,
+    check,
+    dock,
+    export,
+    migrate,
+    plan,
+    profile,
+    replay,
+    report,
+    simulate,
+    train,
+)
 from mindspeed_asyncflow.errors import AsyncFlowError, ConfigError
 
 EXIT_CODES = "exit status: 0 done, 1 the run failed, 2 wrong settings or usage, 130 interrupted"
-COMMANDS = (train, check, plan, profile, simulate, report, export, audit, chaos, replay, dock)
+COMMANDS = (train, check, plan, profile, simulate, report, export, audit, chaos, replay, dock, migrate)
 
 
 def build_parser() -> argparse.ArgumentParser:
