@@ -11,13 +11,14 @@ function) and random states. Files name boxes of full tensors, so other sizes of
 from __future__ import annotations
 
 import base64
+import functools
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -36,13 +37,22 @@ from mindspeed_asyncflow.reshard.state_files import WEIGHT, Piece, StateFiles, f
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
+class _Held(NamedTuple):
+    """Something that a rank writes."""
+
+    kind: str
+    name: str  # of the parameter
+    start: int  # its first element there
+    tensor: torch.Tensor
+
+
 @dataclass
 class _Writing:
     """What goes to the disk for one save."""
 
     rank: int
     folder: Path
-    pieces: Sequence[Piece]
+    pieces: Callable[[], Sequence[Piece]]
     model_files: Sequence[Path]
     tensors: Mapping[str, tuple[int, ...]]
     notes: Mapping[str, Any]
@@ -52,7 +62,7 @@ class _Writing:
     def run(self) -> list[SavedFile]:
         with explained(self.folder / file_name(self.rank), "written"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = write_rank(self.folder, self.rank, self.pieces, self.tensors, self.notes, self._wrote)
+            file = write_rank(self.folder, self.rank, self.pieces(), self.tensors, self.notes, self._wrote)
             if not self.model_files:
                 return [file]
             (self.folder / MODEL).mkdir(exist_ok=True)
@@ -104,7 +114,10 @@ class Checkpointer:
         """
         self._give_up()
         self._platform.synchronize()
-        pieces = [self._copy(*item) for item in self._state()]
+        state = self._state()
+        copies = [copy for held in state for copy in self._copies(held)]
+        for host, part in copies:  # nothing else between two copies: it would run with cold caches
+            host.copy_(part, non_blocking=True)
         self._platform.synchronize()  # the copies are done
         notes = {
             "world": self._world,
@@ -114,6 +127,7 @@ class Checkpointer:
         }
         named = [self._model_folder / name for name in MODEL_FILES] if self._rank == 0 else []
         beside = [path for path in named if path.is_file()]
+        pieces = functools.partial(self._pieces, state)
         writing = _Writing(self._rank, Path(folder), pieces, beside, self._tensors, notes)
         self._writing = writing, self._thread.submit(writing.run)
 
@@ -146,28 +160,37 @@ class Checkpointer:
         """What is being written is written to its end."""
         self._thread.shutdown()
 
-    def _state(self) -> list[tuple[str, str, int, torch.Tensor]]:
-        """(kind, parameter, first element, tensor) of all that this rank writes."""
-        found = [(WEIGHT, name, 0, w.detach()) for name, w in self._weights.items() if name in self._mine]
+    def _state(self) -> list[_Held]:
+        """All that this rank writes."""
+        found = [_Held(WEIGHT, name, 0, w.detach()) for name, w in self._weights.items() if name in self._mine]
         for share in optim_state.shares(self._step.optimizer, self._weights):
             if not share.sharded and share.name not in self._mine:
                 continue
             if share.copied:
-                found.append((optim_state.MASTER, share.name, share.start, share.main.detach()))
-            found += [(k, share.name, share.start, v) for k, v in share.state.items() if torch.is_tensor(v)]
+                found.append(_Held(optim_state.MASTER, share.name, share.start, share.main.detach()))
+            moments = {kind: value for kind, value in share.state.items() if torch.is_tensor(value)}
+            found += [_Held(kind, share.name, share.start, value) for kind, value in moments.items()]
         return found
 
-    def _copy(self, kind: str, name: str, start: int, tensor: torch.Tensor) -> Piece:
-        if tensor.dtype not in DTYPES:
-            raise EngineError(f"{kind} of {name} has type {tensor.dtype}; a checkpoint can have {list(DTYPES)}")
-        source = tensor.contiguous().view(-1).view(torch.uint8)
-        if (host := self._host.get((kind, name, start))) is None:
-            host = self._host[kind, name, start] = self._pool.take(source.numel())
-        parts = source.split([p.numel() for p in host]) if len(host) > 1 else [source]
-        for piece, part in zip(host, parts):
-            piece.copy_(part, non_blocking=True)
-        buffers = [piece.numpy() for piece in host]
-        return Piece(kind, self._params[name], start, tensor.numel(), DTYPES[tensor.dtype], buffers)
+    def _copies(self, held: _Held) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(host buffer, bytes of the tensor that go there)"""
+        if held.tensor.dtype not in DTYPES:
+            raise EngineError(
+                f"{held.kind} of {held.name} is {held.tensor.dtype}; a checkpoint can have {list(DTYPES)}"
+            )
+        source = held.tensor.contiguous().view(-1).view(torch.uint8)
+        if (host := self._host.get(held[:3])) is None:
+            host = self._host[held[:3]] = self._pool.take(source.numel())
+        return list(zip(host, source.split([piece.numel() for piece in host])))
+
+    def _pieces(self, state: Sequence[_Held]) -> list[Piece]:
+        return [
+            Piece(h.kind, self._params[h.name], h.start, h.tensor.numel(), DTYPES[h.tensor.dtype], self._buffers(h))
+            for h in state
+        ]
+
+    def _buffers(self, held: _Held) -> list[Any]:
+        return [piece.numpy() for piece in self._host[held[:3]]]
 
     # -- back ----------------------------------------------------------------------------------------------------------
 
