@@ -14,6 +14,7 @@ from mindspeed_asyncflow.cli import (
     chaos,
     check,
     dock,
+    doctor,
     export,
     migrate,
     plan,
@@ -26,7 +27,7 @@ from mindspeed_asyncflow.cli import (
 from mindspeed_asyncflow.errors import AsyncFlowError, ConfigError
 
 EXIT_CODES = "exit status: 0 done, 1 the run failed, 2 wrong settings or usage, 130 interrupted"
-COMMANDS = (train, check, plan, profile, simulate, report, export, audit, chaos, replay, dock, migrate)
+COMMANDS = (train, check, plan, profile, simulate, report, export, audit, chaos, replay, dock, migrate, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:
