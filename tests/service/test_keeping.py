@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -38,7 +37,6 @@ def replaced(job, name, number):
 
 
 def test_scorer_reference_and_pairs_may_be_killed_and_frozen_and_every_sample_is_accounted_for(tmp_path):
-    """A pair whose memory is gone as well begins empty, and its prompts are issued again."""
     settings = [*ENDLESS, "dock.pairs=2", "algorithm.kl_coef=0.01", "faults.heartbeat_s=4", "faults.max_restarts=9"]
     job = Job(tmp_path / "runs", DEFAULT, *settings)
     job.wait_for("step 1/", 300)
@@ -47,17 +45,12 @@ def test_scorer_reference_and_pairs_may_be_killed_and_frozen_and_every_sample_is
         ("reference0", signal.SIGKILL), ("scorer", signal.SIGSTOP),
     ):  # fmt: skip
         replaced(job, name, number)
-    for name in Path("/dev/shm").glob(f"asyncflow-{job.process.pid}-arena0*"):
-        name.unlink()
-    replaced(job, "dock0", signal.SIGKILL)
     job.watch()
     job.process.send_signal(signal.SIGINT)
     assert job.wait(20) == 130, job.text
-    summary = job.summary
-    assert balanced(summary) and summary["max_lag"] <= 1
-    assert set(summary["dropped_by_reason"]) <= {"dock_lost"}
+    assert balanced(job.summary) and job.summary["max_lag"] <= 1 and job.summary["samples_dropped"] == 0
     assert job.leftovers() == []
     events = [json.loads(line) for line in (job.folder / "events" / "events.jsonl").read_text().splitlines()]
     lost, back = ([e["component"] for e in events if e["kind"] == kind] for kind in ("lost", "recovered"))
-    assert lost == back == ["scorer", "dock0", "dock1", "reference0", "scorer", "dock0"]
+    assert lost == back == ["scorer", "dock0", "dock1", "reference0", "scorer"]
     assert main(["audit", str(job.folder)]) == 0
