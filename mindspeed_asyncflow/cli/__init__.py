@@ -13,6 +13,7 @@ from mindspeed_asyncflow.cli import (
     audit,
     chaos,
     check,
+    completion,
     dock,
     doctor,
     export,
@@ -27,7 +28,22 @@ from mindspeed_asyncflow.cli import (
 from mindspeed_asyncflow.errors import AsyncFlowError, ConfigError
 
 EXIT_CODES = "exit status: 0 done, 1 the run failed, 2 wrong settings or usage, 130 interrupted"
-COMMANDS = (train, check, plan, profile, simulate, report, export, audit, chaos, replay, dock, migrate, doctor)
+COMMANDS = (
+    train,
+    check,
+    plan,
+    profile,
+    simulate,
+    report,
+    export,
+    audit,
+    chaos,
+    replay,
+    dock,
+    migrate,
+    doctor,
+    completion,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
