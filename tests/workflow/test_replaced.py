@@ -15,15 +15,23 @@ STEPS, GROUPS, MEMBERS = 6, 4, 2
 
 
 class Counting(FakeRollout):
-    """Says which answers it gave."""
+    """Says which answers it was asked for, and gives none any more once it was closed in the middle."""
 
     def __init__(self, delay_s):
         super().__init__(delay_s=delay_s)
         self.prompts: list[int] = []
+        self.lives = 0
 
     def generate(self, requests, timeout_s, stream=None):
         self.prompts += [int(r.prompt_ids[0]) for r in requests]
-        return super().generate(requests, timeout_s, stream)
+        life = self.lives
+        for answer in super().generate(requests, timeout_s, stream):
+            if self.lives != life:
+                raise RuntimeError("this process is dead")
+            yield answer
+
+    def close(self):
+        self.lives += 1
 
 
 def again(worker, engine):
@@ -52,7 +60,7 @@ class Scored(FakePool):
         return super().score(answers)
 
 
-def dying(index, after_s, back_s, comes=True, deaths=1, engine=None):
+def dying(index, after_s, back_s, comes=True, deaths=1, engine=None, into_s=0.0):
     """Replica `index` dies while it answers, at the earliest `after_s` into the run, and another process takes its
     place `back_s` later, `deaths` times; or it is given up then, where none `comes`."""
 
@@ -63,8 +71,10 @@ def dying(index, after_s, back_s, comes=True, deaths=1, engine=None):
         async def die_and_come_back():
             for _ in range(deaths):
                 await asyncio.sleep(after_s)
-                while f"rollout{index} answers" not in run.answering.describe():
-                    await asyncio.sleep(0.001)
+                for begun in (False, True):  # `into_s` after the beginning of a batch
+                    while (f"rollout{index} answers" in run.answering.describe()) != begun:
+                        await asyncio.sleep(0.001)
+                await asyncio.sleep(into_s)
                 dead = crew.rollouts[index]
                 dead.kill()
                 await asyncio.sleep(back_s)
@@ -88,11 +98,11 @@ def whole(out, replicas):
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_the_last_replica_may_die_the_run_waits_for_its_replacement_longer_than_the_watchdog_does(tmp_path, max_lag):
     out = run_loops(
-        config(max_lag=max_lag, workflow={"watchdog_s": 0.25}),
+        config(max_lag=max_lag, workflow={"watchdog_s": 0.5}),
         tmp_path,
         prompts_of(100, GROUPS),
         rollouts=[FakeRollout(delay_s=0.03)],
-        before=dying(0, 0.05, 0.6),
+        before=dying(0, 0.05, 1.0),
     )
     whole(out, 1)
 
@@ -115,7 +125,7 @@ def test_a_replica_may_die_again_and_again_and_its_tokens_go_on_where_they_were_
         prompts_of_lengths(lambda i: 20, GROUPS),
         rollouts=[engine() for _ in range(replicas)],
         pool=scored,
-        before=dying(replicas - 1, 0.08, 0.02, deaths=3, engine=engine),
+        before=dying(replicas - 1, 0.08, 0.02, deaths=3, engine=engine, into_s=0.05),
     )
     whole(out, replicas)
     assert sorted(scored.texts) == sorted(
@@ -129,7 +139,7 @@ def test_without_lag_the_share_of_a_dead_replica_waits_for_its_replacement(tmp_p
     """So that every seed is drawn where it would have been: nobody else answers a prompt of that share."""
 
     def shares(before=None):
-        rollouts = [Counting(0.02), Counting(0.02)]
+        rollouts = [Counting(0.04), Counting(0.04)]
         out = run_loops(
             config(max_lag=0, replicas=2), tmp_path, prompts_of(100, GROUPS), rollouts=rollouts, before=before
         )
@@ -142,7 +152,7 @@ def test_without_lag_the_share_of_a_dead_replica_waits_for_its_replacement(tmp_p
 
 
 def test_without_lag_others_answer_the_share_of_a_replica_that_is_given_up(tmp_path):
-    rollouts = [Counting(0.02), Counting(0.02)]
+    rollouts = [Counting(0.04), Counting(0.04)]
     out = run_loops(
         config(max_lag=0, replicas=2),
         tmp_path,
