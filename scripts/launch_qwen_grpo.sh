@@ -12,6 +12,8 @@
 #   bash scripts/launch_qwen_grpo.sh --run-folder results/first     # again: goes on from the newest checkpoint
 #   bash scripts/launch_qwen_grpo.sh --hosts hosts.txt --config my.yaml
 # Results are in runs/latest. Exit status: 0 done, 1 the run failed, 2 wrong settings or hosts, 130 interrupted.
+#   --resume auto|never|CHECKPOINT
+#                       where a run folder that holds a run goes on (auto: from its newest complete checkpoint)
 #   --platform cpu|npu  do not look for NPUs; also the run's run.platform
 #   --ray-address A     join the Ray cluster at A instead of starting one
 #   --hosts FILE        run on several hosts: starts Ray on each, a dock pair on each, and stops everything in the end.

@@ -110,6 +110,14 @@ def fact(db: sqlite3.Connection, key: str) -> Any:
 
 def audit(db: sqlite3.Connection, rules: Rules, prompts: Iterator[tuple[int, int]]) -> Audit:
     """`prompts`: (epoch, index) in the order in which the data stream gives them out, without end or to its end."""
+    db.execute("BEGIN")  # one view of all tables, whatever a run that goes on writes meanwhile
+    try:
+        return _audit(db, rules, prompts)
+    finally:
+        db.rollback()
+
+
+def _audit(db: sqlite3.Connection, rules: Rules, prompts: Iterator[tuple[int, int]]) -> Audit:
     found, book = Audit(), Book(db, rules.group_size)
     dropped = book.dropped_whole()
     _order(found, book, dropped, prompts)

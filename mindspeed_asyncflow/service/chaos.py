@@ -205,7 +205,11 @@ class Chaos:
     def _choose(self) -> tuple[str, str, int] | None:
         """A component and how it is struck, each pair once before any comes again; then one of its processes."""
         there: dict[str, list[tuple[str, int]]] = {}
-        for name, pid in sorted(self._table().items()):
+        table = self._table()
+        known = {name.rstrip("0123456789") for name in table}
+        if table and (strangers := set(self.only) - known):
+            raise AsyncFlowError(f"--only {','.join(sorted(strangers))}: this run has {', '.join(sorted(known))}")
+        for name, pid in sorted(table.items()):
             component = name.rstrip("0123456789")
             if psutil.pid_exists(pid) and (not self.only or component in self.only):
                 there.setdefault(component, []).append((name, pid))

@@ -1,6 +1,8 @@
 """What `audit` finds in a ledger: made by hand, each with one thing wrong."""
 
+import contextlib
 import math
+import sqlite3
 from itertools import product
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ from mindspeed_asyncflow.observe.ledger import Ledger
 from mindspeed_asyncflow.observe.story import story
 
 SIZE = 2
+LATER = "INSERT INTO note VALUES (90, 0, 'trained', NULL); INSERT INTO trained VALUES (90, 0, 0, 7, 7, 7, NULL, 1);"
 RULES = Rules(SIZE, max_lag=1, leaves_none=True)
 
 
@@ -54,6 +57,27 @@ class Story:
 
     def wrong(self, rules=RULES):
         return {law: words for law, words in self.audit(rules).wrong.items() if words}
+
+
+def test_a_run_that_goes_on_is_audited_as_it_stood(run):
+    """What is written while the audit reads is not half of what it finds."""
+    run.issue(0)
+    run.train(0)
+    run.finish(1)
+    run.ledger.settle()
+
+    def prompts():
+        for prompt in range(100):
+            writer = sqlite3.connect(run.path, timeout=0)
+            with contextlib.suppress(sqlite3.OperationalError):  # it waits for whoever reads
+                writer.executescript(LATER)
+            writer.close()
+            yield 0, prompt
+
+    found = audit(open_ledger(run.path), RULES, prompts())
+    assert found.holds and found.steps == 1
+    sqlite3.connect(run.path).executescript(LATER)  # nobody reads any more
+    assert run.audit().wrong["steps"]
 
 
 @pytest.fixture

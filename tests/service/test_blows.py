@@ -101,6 +101,11 @@ def test_a_run_that_is_complete_too_early_goes_on_with_more_steps(tmp_path):
     assert steps == list(range(made.steps))
 
 
+def test_a_component_that_the_run_has_not_is_named_and_ends_it(tmp_path):
+    with pytest.raises(AsyncFlowError, match="--only rolout: this run has driver, worker"):
+        strike(tmp_path, 1, only=("rolout", "worker"))
+
+
 def test_a_run_that_never_makes_a_step_is_given_up_with_its_last_words(tmp_path):
     with pytest.raises(AsyncFlowError, match=r"(?s)3 times in a row without a step.*ValueError: broken"):
         strike(tmp_path, 1, code="raise ValueError('broken')")
