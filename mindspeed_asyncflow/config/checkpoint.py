@@ -42,8 +42,7 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1, description="Newest complete checkpoints that are kept; older ones are removed.")
     hf: bool = Field(
         False,
-        description="Every checkpoint also holds the policy as a Hugging Face folder, for which training waits longer; "
-        "the last one always does.",
+        description="Every checkpoint also holds the policy as a Hugging Face folder; the last one always does.",
     )
     timeout_s: float = Field(
         600.0, gt=0, description="Deadline of each part of a checkpoint: copies, the cut of the dock, files."
