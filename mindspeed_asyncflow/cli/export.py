@@ -36,7 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or folder.path / "export" / f"step_{step:06d}"
     if out.exists():
         raise ConfigError(f"{out} exists already; name a new folder with --out")
-    out.parent.mkdir(parents=True, exist_ok=True)
     export_hf(found / "trainer", out)
     print(out)
     return 0
