@@ -48,7 +48,7 @@ def findings(config: Config, work: Work) -> Iterator[Finding]:
         if need > usable:
             listing = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds.items())
             text = f"{side} takes {need / 1e9:.1f} GB ({listing}), a device of cluster.preset={config.cluster.preset} "
-            yield Finding("error", KNOBS[side], f"{text}has {usable / 1e9:.1f} GB to use")
+            yield Finding("error", KNOBS[side], f"{text}has {usable / 1e9:.1f} GB to use: lower these, or cut more")
     yield from _reference(config, work)
 
 
@@ -89,7 +89,11 @@ def communicator_findings(config: Config, environ: Mapping[str, str]) -> Iterato
             words = [said for _, said, _ in together]
             keys = (reserve, *(key for key, *_ in together if key != BUFFER_ENV))
             text = f"groups of HCCL take {need / 1e9:.1f} GB of a device ({' + '.join(words)}), "
-            yield Finding("error", keys, f"{text}and {left / 1e9:.1f} GB are left to libraries")
+            yield Finding(
+                "error",
+                keys,
+                f"{text}and {left / 1e9:.1f} GB are left to libraries: raise the reserve, or lower buffers",
+            )
 
 
 def _buffers(mb: int, set_by: str, groups: int, side: str) -> tuple[str, str, int]:

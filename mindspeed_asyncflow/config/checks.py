@@ -136,7 +136,8 @@ def _rollout(c: Config) -> Iterator[Raw]:
         yield (
             "error",
             ("trainer.micro_batch_tokens", "data.max_prompt_tokens", "rollout.max_new_tokens"),
-            f"the longest sample has {longest} tokens and does not fit into {c.trainer.micro_batch_tokens}",
+            f"the longest sample has {longest} tokens and does not fit into {c.trainer.micro_batch_tokens}; "
+            f"set micro_batch_tokens to {longest} or more",
         )
     if c.workflow.keep_versions <= c.workflow.max_lag:
         yield (
@@ -163,7 +164,8 @@ def _rollout(c: Config) -> Iterator[Raw]:
         yield (
             "error",
             ("workflow.watchdog_s", "rollout.timeout_s"),
-            f"the watchdog ({c.workflow.watchdog_s:g} s) would stop a generation batch that may take {r.timeout_s:g} s",
+            f"the watchdog ({c.workflow.watchdog_s:g} s) would stop a generation batch that may take {r.timeout_s:g} s"
+            f"; set watchdog_s to {r.timeout_s:g} or more",
         )
     if r.engine == "simulated":
         yield (
@@ -176,7 +178,8 @@ def _rollout(c: Config) -> Iterator[Raw]:
         yield (
             "error",
             ("dock.max_rows", "dock.pairs", "workflow.groups_per_step", "algorithm.group_size", "workflow.max_lag"),
-            f"{under_way} samples are under way, the dock may hold {c.dock.max_rows * c.dock.pairs} rows",
+            f"{under_way} samples are under way, the dock may hold {c.dock.max_rows * c.dock.pairs} rows; "
+            f"set dock.max_rows to {-(-under_way // c.dock.pairs)} or more, or to 0",
         )
     need = feasibility.arena_bytes(c)
     given = c.dock.arena_mb * c.dock.pairs
@@ -185,7 +188,8 @@ def _rollout(c: Config) -> Iterator[Raw]:
             "error",
             ("dock.arena_mb", "dock.pairs", "workflow.groups_per_step", "algorithm.group_size", "workflow.max_lag"),
             f"{under_way} samples of at most {longest} tokens are under way "
-            f"and need {-(-need >> 20) or 1} MiB, {given} are given",
+            f"and need {-(-need >> 20) or 1} MiB, {given} are given; "
+            f"set dock.arena_mb to {-(-need // (c.dock.pairs << 20)) or 1} or more",
         )
 
 
@@ -197,5 +201,6 @@ def _trainer(c: Config) -> Iterator[Raw]:
         yield (
             "warning",
             ("trainer.lr_warmup_steps", "trainer.steps"),
-            f"the rate rises over {t.lr_warmup_steps} steps and only {t.steps} are run: it never reaches trainer.lr",
+            f"the rate rises over {t.lr_warmup_steps} steps and only {t.steps} are run: it never reaches trainer.lr; "
+            "lower lr_warmup_steps",
         )

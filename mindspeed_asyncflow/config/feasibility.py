@@ -104,7 +104,7 @@ def findings(config: Config, machine: Machine, model: ModelShape | None) -> Iter
         yield from _cache(config, model)
         if config.rollout.ascend.expert_parallel and model.experts is None and on_npu(config, machine):
             keys = ("rollout.ascend.expert_parallel", "model.source")
-            yield "warning", keys, "has no use: the model has no experts"
+            yield "warning", keys, "has no use: the model has no experts; leave it out"
     if model is not None and config.rollout.engine == "vllm" and not on_npu(config, machine):
         size = model.head_dim
         if model.latent is None and size not in VLLM_CPU_HEADS:
@@ -128,9 +128,9 @@ def _files(config: Config) -> Iterator[Raw]:
         blocked = [p for p in (Path(folder), *Path(folder).parents) if p.exists() and not p.is_dir()]
         there = next((p for p in (Path(folder).absolute(), *Path(folder).absolute().parents) if p.is_dir()), Path("/"))
         if blocked:
-            yield "error", (key,), f"{blocked[0]} is a file; a folder is needed"
+            yield "error", (key,), f"{blocked[0]} is a file; name another folder"
         elif not os.access(there, os.W_OK):
-            yield "error", (key,), f"{folder} cannot be made: {there} cannot be written"
+            yield "error", (key,), f"{folder} cannot be made: {there} cannot be written; name another folder"
 
 
 def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
@@ -148,23 +148,28 @@ def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
     if on_npu(config, machine):
         ranks = t.world_size + critics + needed_replicas(config) * r.tensor_parallel
         if ranks > machine.npus:
-            yield "error", ("run.platform", *keys), f"{ranks} NPUs wanted ({made_of}), {machine.npus} available"
+            text = f"{ranks} NPUs wanted ({made_of}), {machine.npus} available; lower these sizes"
+            yield "error", ("run.platform", *keys), text
         named = config.cluster.devices if "devices" in config.cluster.model_fields_set else ranks
         if ranks > named:
-            yield "error", ("cluster.devices", *keys), f"is {named}, and {ranks} NPUs are wanted ({made_of})"
+            text = f"is {named}, and {ranks} NPUs are wanted ({made_of}); raise it, or lower these sizes"
+            yield "error", ("cluster.devices", *keys), text
         return
     rollout_ranks = (own_replicas(config) + sharing) * r.tensor_parallel
     for key, threads in (("trainer.threads", t.threads), ("rollout.threads", r.threads)):
         if threads > machine.cpus:
-            yield "error", (key,), f"{threads} CPUs wanted by each process, {machine.cpus} available"
+            text = f"{threads} CPUs wanted by each process, {machine.cpus} available; set it to {machine.cpus} or less"
+            yield "error", (key,), text
     if r.engine == "vllm" and r.tensor_parallel > machine.cpus:
         yield (
             "error",
             ("rollout.tensor_parallel",),
-            f"vLLM wants a CPU for each of {r.tensor_parallel} tensor-parallel workers, {machine.cpus} are available",
+            f"vLLM wants a CPU for each of {r.tensor_parallel} tensor-parallel workers, {machine.cpus} are available; "
+            f"set it to {machine.cpus} or less",
         )
     if config.run.ray_cpus and config.run.ray_cpus > machine.cpus:
-        yield "error", ("run.ray_cpus",), f"{config.run.ray_cpus:g} CPUs wanted, {machine.cpus} available"
+        text = f"{config.run.ray_cpus:g} CPUs wanted, {machine.cpus} available; leave it out, or set it to that"
+        yield "error", ("run.ray_cpus",), text
     limit = MAX_PROCESSES_PER_CPU * machine.cpus
     processes = t.world_size + critics + rollout_ranks + config.reward.workers
     if processes > limit:
@@ -173,7 +178,7 @@ def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
             "error",
             (*keys, "reward.workers"),
             f"{processes} processes wanted ({made_of}{shared} + {config.reward.workers} scorers), at most {limit} make "
-            f"sense on the {machine.cpus} CPUs available",
+            f"sense on the {machine.cpus} CPUs available; lower one of these",
         )
     own = own_replicas(config) * r.tensor_parallel
     wanted = t.world_size * t.threads + critics * config.critic.threads + own * r.threads
@@ -209,7 +214,7 @@ def _replica_node(config: Config, machine: Machine) -> Iterator[Raw]:
             "warning" if machine.assumed else "error",
             ("rollout.tensor_parallel", "cluster.devices_per_node"),
             f"a replica of {size} devices lies across nodes of {per_node}; all its processes are started on one node, "
-            "so a run does not start like this",
+            "so a run does not start like this; set it to {per_node} or less",
         )
 
 
@@ -221,5 +226,5 @@ def _cache(config: Config, model: ModelShape) -> Iterator[Raw]:
             "error",
             ("rollout.kv_cache_mb", "data.max_prompt_tokens", "rollout.max_new_tokens"),
             f"one sample of {longest} tokens needs {longest * per_token / MIB:.0f} MiB of key/value cache, "
-            f"{config.rollout.kv_cache_mb} are given",
+            f"{config.rollout.kv_cache_mb} are given; set kv_cache_mb to {-(-longest * per_token // MIB)} or more",
         )

@@ -128,14 +128,16 @@ def findings(config: Config, machine: Machine, model: ModelShape | None) -> Iter
     listing = ", ".join(f"{name} {size / MIB:.0f}" for name, size in parts.items() if size)
     text = f"{need / MIB:.0f} MiB of memory wanted ({listing})"
     if need > machine.memory_bytes // nodes:
-        yield level, keys, f"{text}, {there} has {machine.memory_bytes // nodes / MIB:.0f}{assumed}"
+        yield level, keys, f"{text}, {there} has {machine.memory_bytes // nodes / MIB:.0f}; lower one of these{assumed}"
     elif need > machine.free_memory_bytes // nodes:
-        yield "warning", keys, f"{text}, {machine.free_memory_bytes // nodes / MIB:.0f} MiB free at the moment"
+        text = f"{text}, {machine.free_memory_bytes // nodes / MIB:.0f} MiB free at the moment"
+        yield "warning", keys, f"{text}; end other programs, or lower one of these"
     shared = sum(parts.get(kind, 0) for kind in SHARED)
     free = machine.shm_bytes // nodes
     if shared > free:
         fits = shared < machine.memory_bytes // nodes
-        mend = f"; mount -o remount,size={math.ceil(shared * 1.05 / 1e9)}G /dev/shm on every node" if fits else ""
+        remount = f"mount -o remount,size={math.ceil(shared * 1.05 / 1e9)}G /dev/shm on every node"
+        mend = f"; {remount if fits else 'lower one of these'}"
         yield (
             level,
             ("dock.arena_mb", "workflow.keep_versions", "model.source"),

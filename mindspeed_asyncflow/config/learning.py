@@ -46,7 +46,8 @@ def _advantages(c: Config) -> Iterator[Raw]:
         yield (
             "error",
             ("algorithm.dynamic_sampling", "algorithm.group_size"),
-            "one answer per prompt never differs from itself: every group would be dropped",
+            "one answer per prompt never differs from itself: every group would be dropped; "
+            "set dynamic_sampling to false, or group_size to 2 or more",
         )
     if a.batch_level and w.max_lag > 0 and not w.lend and w.schedule == "separated":
         yield (
@@ -65,13 +66,14 @@ def _losses(c: Config) -> Iterator[Raw]:
         yield (
             "warning",
             ("algorithm.aggregation", "algorithm.loss"),
-            f"{OF_ANSWERS[a.loss]} is published with seq-mean-token-mean; with {a.aggregation} long answers weigh more",
+            f"{OF_ANSWERS[a.loss]} is published with seq-mean-token-mean; with {a.aggregation} long answers weigh more"
+            "; set aggregation to seq-mean-token-mean",
         )
     if a.loss in ("gspo", "gspo_token") and a.clip_high > 0.05:
         yield (
             "warning",
             ("algorithm.clip_high", "algorithm.loss"),
-            f"ratios of whole answers are close to 1: {a.clip_high} never clips; published are 3e-4 and 4e-4",
+            f"ratios of whole answers are close to 1: {a.clip_high} never clips; published are 3e-4 and 4e-4; lower it",
         )
     if a.aggregation == "seq-mean-token-sum-norm" and a.loss_horizon is None:
         yield (
@@ -105,7 +107,11 @@ def _kl(c: Config) -> Iterator[Raw]:
             "k3+ is a gradient of k2; in the reward use k1, k2 or k3",
         )
     if a.kl_in == "reward" and a.kl_weighted:
-        yield "error", ("algorithm.kl_weighted", "algorithm.kl_in"), "weighs a loss term; the KL is in the reward"
+        yield (
+            "error",
+            ("algorithm.kl_weighted", "algorithm.kl_in"),
+            "weighs a loss term; the KL is in the reward; set it to false",
+        )
 
 
 def _correction(c: Config) -> Iterator[Raw]:
@@ -124,11 +130,15 @@ def _correction(c: Config) -> Iterator[Raw]:
             "the weight is proximal / rollout policy, and these are the same; set proximal to current or log_linear",
         )
     if k.floor > k.cap:
-        yield "error", ("correction.floor", "correction.cap"), f"the smallest weight {k.floor:g} is above the largest"
+        yield (
+            "error",
+            ("correction.floor", "correction.cap"),
+            f"the smallest weight {k.floor:g} is above the largest; lower it",
+        )
     if k.reject not in ("off", "kpop") and not k.reject_low <= 1 <= k.reject_high:
         yield (
             "error",
             ("correction.reject_low", "correction.reject_high"),
             f"equal policies have the ratio 1, which [{k.reject_low:g}, {k.reject_high:g}] does not hold: every answer "
-            "would be masked",
+            "would be masked; set them below and above 1",
         )

@@ -103,7 +103,7 @@ def rules(c: Config) -> Iterator[Raw]:
         yield (
             "warning",
             (f"{KEY}.context_parallel", "trainer.context_parallel"),
-            "is ring, which has no use: trainer.context_parallel is 1",
+            "is ring, which has no use: trainer.context_parallel is 1; leave it out",
         )
     if m.moe_overlap != "off":
         yield (
@@ -129,7 +129,8 @@ def rules(c: Config) -> Iterator[Raw]:
         yield (
             "error",
             (f"{KEY}.swap_attention", "trainer.recompute"),
-            "with trainer.recompute nothing of a layer is kept for the backward pass: there is nothing to swap",
+            "with trainer.recompute nothing of a layer is kept for the backward pass: there is nothing to swap; "
+            "set one of them",
         )
     if m.swap_attention and "attention" in m.recompute:
         yield (
@@ -152,4 +153,4 @@ def rules(c: Config) -> Iterator[Raw]:
 def _unused(m: MindSpeedConfig) -> Iterator[Raw]:
     for name, field in type(m).model_fields.items():
         if name not in ON_CPU and getattr(m, name) != field.get_default(call_default_factory=True):
-            yield "warning", (f"{KEY}.{name}", "run.platform"), "has no use: the platform is cpu"
+            yield "warning", (f"{KEY}.{name}", "run.platform"), "has no use: the platform is cpu; leave it out"

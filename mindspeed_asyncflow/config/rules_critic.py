@@ -27,13 +27,14 @@ def rules(c: Config) -> Iterator[Raw]:
         yield (
             "error",
             ("critic.warmup_steps", "trainer.steps"),
-            f"the policy would learn from step {k.warmup_steps} on, and only {t.steps} are run",
+            f"the policy would learn from step {k.warmup_steps} on, and only {t.steps} are run; lower it",
         )
     if k.lr_warmup_steps >= t.steps:
         yield (
             "warning",
             ("critic.lr_warmup_steps", "trainer.steps"),
-            f"the rate rises over {k.lr_warmup_steps} steps and only {t.steps} are run: it never reaches critic.lr",
+            f"the rate rises over {k.lr_warmup_steps} steps and only {t.steps} are run: it never reaches critic.lr; "
+            "lower it",
         )
 
 

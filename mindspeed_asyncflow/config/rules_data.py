@@ -55,7 +55,11 @@ def _files(c: Config) -> Iterator[Raw]:
     for key, task in [*mixed, *(("data.validation", source.task) for source in d.validation)]:
         kind, _, place = task.partition(":")
         if kind == "file" and not (Path(place).exists() or glob.glob(place, recursive=True)):
-            yield "error", (key,), f"{place or '(no name)'}: no such file or folder, and no file fits it as a pattern"
+            yield (
+                "error",
+                (key,),
+                f"{place or '(no name)'}: no such file or folder, and no file fits it as a pattern; correct it",
+            )
 
 
 def _encoding(c: Config) -> Iterator[Raw]:
@@ -67,7 +71,7 @@ def _encoding(c: Config) -> Iterator[Raw]:
             "a system prompt is a message of the chat template; set data.chat to true, or put it into the prompts",
         )
     if d.chat_template is not None and not Path(d.chat_template).is_file():
-        yield "error", ("data.chat_template",), f"there is no file {d.chat_template}"
+        yield "error", ("data.chat_template",), f"there is no file {d.chat_template}; correct the path"
     if d.chat and d.too_long == "cut_right":
         yield (
             "warning",
@@ -98,7 +102,8 @@ def _enough(c: Config, training: int, groups: int) -> Iterator[Raw]:
         yield (
             "error",
             ("data.heldout", "data.size"),
-            f"{d.heldout} held-out prompts of {training + d.heldout} leave none to train on",
+            f"{d.heldout} held-out prompts of {training + d.heldout} leave none to train on; "
+            "lower data.heldout, or raise data.size",
         )
         return
     per_epoch = training // groups if d.drop_last else -(-training // groups)
@@ -106,7 +111,8 @@ def _enough(c: Config, training: int, groups: int) -> Iterator[Raw]:
         yield (
             "error",
             ("data.size", "data.heldout", "workflow.groups_per_step", "data.drop_last"),
-            f"{training} training prompts < {groups} groups per step, and drop_last leaves them out: no step at all",
+            f"{training} training prompts < {groups} groups per step, and drop_last leaves them out: no step at all; "
+            "lower groups_per_step, or raise data.size",
         )
     elif per_epoch * d.epochs < c.trainer.steps:
         yield (

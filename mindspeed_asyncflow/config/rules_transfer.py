@@ -27,7 +27,7 @@ def rules(c: Config) -> Iterator[Raw]:
     if w.relay == "mirror":
         yield "error", (KEY, "workflow.relay"), f"mirrors belong to the relay, not to {native}: leave relay at auto"
     if w.relay_delta:
-        yield "warning", ("workflow.relay_delta", KEY), f"has no use: {native} sends whole versions"
+        yield "warning", ("workflow.relay_delta", KEY), f"has no use: {native} sends whole versions; leave it out"
     if c.run.platform == "cpu":
         return
     if a.graphs:

@@ -24,11 +24,15 @@ def rules(c: Config) -> Iterator[Raw]:
                 "again; leave it out where an environment answers the model",
             )
     if c.turns.max_turns == 1:
-        yield "warning", ("turns.max_turns", "turns.environment"), "with one turn the environment is never asked"
+        yield (
+            "warning",
+            ("turns.max_turns", "turns.environment"),
+            "with one turn the environment is never asked; set max_turns to 2 or more",
+        )
     if c.turns.timeout_s * max(1, c.turns.max_turns - 1) >= c.rollout.timeout_s:
         yield (
             "warning",
             ("turns.timeout_s", "turns.max_turns", "rollout.timeout_s"),
             f"{c.turns.max_turns - 1} replies of {c.turns.timeout_s:g} s each may take longer than rollout.timeout_s "
-            f"({c.rollout.timeout_s:g} s), which ends the run",
+            f"({c.rollout.timeout_s:g} s), which ends the run; raise it",
         )

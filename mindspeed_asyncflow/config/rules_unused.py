@@ -22,7 +22,7 @@ def _changed(prefix: str, section: Section, names: tuple[str, ...], why: tuple[s
     key, state = why
     for name in names:
         if getattr(section, name) != type(section).model_fields[name].get_default(call_default_factory=True):
-            yield "warning", (f"{prefix}.{name}", key), f"has no use: {state}"
+            yield "warning", (f"{prefix}.{name}", key), f"has no use: {state}; leave it out"
 
 
 def _mathematics(c: Config) -> Iterator[Raw]:
@@ -55,7 +55,11 @@ def _mathematics(c: Config) -> Iterator[Raw]:
         if idle:
             yield from _changed(prefix, section, names, why)
     if a.proximal == "log_linear" and w.max_lag == 0:
-        yield "warning", ("algorithm.proximal", "workflow.max_lag"), "log_linear is current where no token is old"
+        yield (
+            "warning",
+            ("algorithm.proximal", "workflow.max_lag"),
+            "log_linear is current where no token is old; set it to current",
+        )
 
 
 def _intake(c: Config) -> Iterator[Raw]:

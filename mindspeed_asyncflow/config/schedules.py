@@ -17,7 +17,8 @@ def rules(c: Config) -> Iterator[Raw]:
         yield (
             "warning",
             ("workflow.update", "workflow.max_lag"),
-            "without lag no answer is under way when new weights come, so in_flight does what delayed does",
+            "without lag no answer is under way when new weights come, so in_flight does what delayed does; "
+            "set delayed",
         )
     yield from _lend(c)
     yield from _answers(c)
@@ -82,7 +83,8 @@ def _lend(c: Config) -> Iterator[Raw]:
         yield (
             "error",
             ("workflow.lend", "rollout.tensor_parallel"),
-            f"lent replicas cover the {ranks} devices of the trainer, and {r.tensor_parallel} does not divide that",
+            f"lent replicas cover the {ranks} devices of the trainer, and {r.tensor_parallel} does not divide that; "
+            "take a divisor",
         )
 
 
@@ -99,7 +101,7 @@ def _answers(c: Config) -> Iterator[Raw]:
         yield (
             "error",
             ("workflow.partial_rounds", "rollout.max_new_tokens"),
-            f"{w.partial_rounds} rounds have less than one of {r.max_new_tokens} tokens each",
+            f"{w.partial_rounds} rounds have less than one of {r.max_new_tokens} tokens each; lower it",
         )
     if w.partial_rounds and w.stale == "drop" and 0 < w.max_lag < w.partial_rounds - 1:
         yield (
@@ -112,10 +114,14 @@ def _answers(c: Config) -> Iterator[Raw]:
         yield (
             "error",
             ("workflow.repack_below", "rollout.max_running"),
-            f"a replica with {w.repack_below} answers left is as full as one may be ({r.max_running})",
+            f"a replica with {w.repack_below} answers left is as full as one may be ({r.max_running}); lower it",
         )
     if w.repack_below and r.replicas < 2:
-        yield "error", ("workflow.repack_below", "rollout.replicas"), "there is no second replica to hand answers to"
+        yield (
+            "error",
+            ("workflow.repack_below", "rollout.replicas"),
+            "there is no second replica to hand answers to; set it to 0",
+        )
     if w.lanes > 1 and w.update != "in_flight":
         yield (
             "error",
@@ -148,7 +154,7 @@ def _groups(c: Config) -> Iterator[Raw]:
         yield (
             "warning",
             ("workflow.oversample", "workflow.groups_per_step"),
-            f"{w.oversample:g} x {groups} groups is not one group more",
+            f"{w.oversample:g} x {groups} groups is not one group more; raise it, or set it to 1",
         )
     if w.oversample > 1 and not w.overlap:
         yield (
@@ -160,7 +166,7 @@ def _groups(c: Config) -> Iterator[Raw]:
         yield (
             "warning",
             ("algorithm.dynamic_sampling", "workflow.max_refills", "workflow.oversample"),
-            "dropped groups are never replaced: every step that has some goes short",
+            "dropped groups are never replaced: every step that has some goes short; set max_refills to 1 or more",
         )
 
 
@@ -170,7 +176,7 @@ def _pool(c: Config) -> Iterator[Raw]:
         yield (
             "error",
             ("rollout.min_replicas", "rollout.replicas"),
-            f"the run would wait for {r.min_replicas} of {r.replicas} replicas",
+            f"the run would wait for {r.min_replicas} of {r.replicas} replicas; lower min_replicas",
         )
     elif r.min_replicas not in (None, r.replicas) and w.max_lag == 0:
         yield (
