@@ -190,16 +190,24 @@ def test_end_of_the_data_ends_the_run_in_order(tmp_path, drop_last, steps):
 
 def test_a_rollout_error_after_two_samples_ends_the_run_with_that_error(tmp_path):
     """B46: the root error arrives, nothing is saved as final."""
-    saved = []
+    windows, saved = [], []
+
+    def before(run):
+        async def save(*args, **how):
+            saved.append(args)
+
+        windows.append(run.window)
+        run.training.save = save
+
     with pytest.raises(RuntimeError, match="the engine broke"):
         run_loops(
             config(trainer={"save_every": 1}),
             tmp_path,
             prompts_of(100, 4),
             rollouts=[FakeRollout(fail_after=2)],
-            before=lambda run: saved.append(run.window),
+            before=before,
         )
-    assert saved[0].trained == 0
+    assert windows[0].trained == 0 and saved == []
 
 
 @pytest.mark.slow
