@@ -172,21 +172,24 @@ def retain(root: Path, keep: int) -> list[Path]:
     only half removed; returns what went.
 
     Call it when no checkpoint is being written. One that has a manifest and is not whole stays: somebody may mend it.
+    What cannot be removed is named in a warning, and tried again the next time.
     """
     whole = [folder for folder in _by_age(root) if _is_complete(folder)]
     kept, gone = whole[: max(keep, 1)], whole[max(keep, 1) :]
     gone += [p for p in _children(root) if _BEGUN.fullmatch(p.name) and p not in (*kept, *gone)]
     gone += [p for p in _children(root) if _STEP.fullmatch(p.name) and not _signed(p)]
-    for folder in gone:
-        _remove(folder)
-    return gone
+    return [folder for folder in gone if _went(folder)]
 
 
-def discard_after(root: Path, step: int) -> list[Path]:
-    """Remove the checkpoints of later steps than `step`: who goes on from an earlier one undoes them. What went."""
+def discard_after(root: Path, step: int, *, keep: bool = False) -> list[Path]:
+    """Remove the checkpoints of later steps than `step`: who goes on from an earlier one undoes them. What went.
+
+    `keep`: for those that `newest_complete` passed over. They are renamed, and nobody takes them for checkpoints any
+    more: what could not be read may be mended, or have been out of reach for a moment.
+    """
     gone = [folder for folder in _by_age(root) if _step(folder) > step]
     for folder in gone:
-        _remove(folder)
+        _set_aside(folder) if keep else _remove(folder)
     left = _by_age(root)
     if gone and left:
         with explained(root, "updated"):
@@ -268,6 +271,22 @@ def _remove(folder: Path) -> None:
     with explained(folder, "removed"):
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder)
+
+
+def _went(folder: Path) -> bool:
+    try:
+        _remove(folder)
+    except CheckpointError as error:
+        get_logger("checkpoints").warning("not removed: %s", error)
+        return False
+    return True
+
+
+def _set_aside(folder: Path) -> None:
+    to = folder.with_name(f"damaged_{folder.name.lstrip('.')}-{secrets.token_hex(2)}")
+    with explained(folder, "renamed"):
+        folder.rename(to)
+    get_logger("checkpoints").warning("%s was passed over and is now %s", folder, to)
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -167,11 +167,14 @@ def inherit(source: Path, target: Path) -> None:
         words = "there is no ledger %s: an audit of the run that goes on cannot know what was before its checkpoint"
         get_logger("observe").warning(words, source)
         return
+    partial = target.with_name(f".{target.name}.partial")  # a driver that is killed leaves none, or the whole
+    partial.unlink(missing_ok=True)
     try:
-        with contextlib.closing(connect(source)) as theirs, contextlib.closing(sqlite3.connect(target)) as mine:
+        with contextlib.closing(connect(source)) as theirs, contextlib.closing(sqlite3.connect(partial)) as mine:
             check_format(theirs, source)
             theirs.backup(mine)
-    except sqlite3.Error as error:
+        partial.replace(target)
+    except (sqlite3.Error, OSError) as error:
         raise LedgerError(f"cannot copy the ledger {source} to {target}: {error}") from error
 
 

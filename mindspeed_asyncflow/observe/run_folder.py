@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -63,8 +64,8 @@ class RunFolder:
             yield
 
     @classmethod
-    def create_at(cls, path: Path | str, config_yaml: str) -> RunFolder:
-        """Make exactly `path`, new or empty but for `logs`, without a `latest`.
+    def create_at(cls, path: Path | str, config_yaml: str, checkpoint: Path | None = None) -> RunFolder:
+        """Make exactly `path`, new or empty but for `logs`, without a `latest`. `checkpoint`: see `begun_from`.
 
         Raises `ConfigError` where it holds something or is a file, `PlatformError` where it cannot be written.
         """
@@ -74,17 +75,31 @@ class RunFolder:
             if any(found != cls(path).logs for found in path.iterdir()):
                 raise ConfigError(f"{path} is not empty; give a new folder for the results of this run")
             folder = cls(path)
-            folder._furnish(config_yaml)
+            folder._furnish(config_yaml, checkpoint)
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(f"cannot make the run folder {path}: {error.strerror}") from error
         except OSError as error:
             raise PlatformError(f"cannot make the run folder {path}: {error.strerror or error}") from error
         return folder
 
-    def _furnish(self, config_yaml: str) -> None:
+    def _furnish(self, config_yaml: str, checkpoint: Path | None = None) -> None:
         self.trace.mkdir()
         self.samples.mkdir()
-        self.config.write_text(config_yaml, encoding="utf-8")
+        if checkpoint is not None:
+            self._begun_from.write_text(json.dumps({"checkpoint": str(checkpoint)}), encoding="utf-8")
+        self.config.write_text(config_yaml, encoding="utf-8")  # last: with it the run has begun
+
+    @property
+    def _begun_from(self) -> Path:
+        return self.path / "begun_from.json"
+
+    @property
+    def begun_from(self) -> Path | None:
+        """The checkpoint of another run that this one began with; None: it began at version 0."""
+        try:
+            return Path(json.loads(self._begun_from.read_text(encoding="utf-8"))["checkpoint"])
+        except FileNotFoundError:
+            return None
 
     @property
     def config(self) -> Path:
@@ -135,9 +150,13 @@ class RunFolder:
         return self.path / "hf"
 
     def point_hf(self, target: Path) -> None:
-        """`hf` names `target`, a folder of this run, from now on."""
-        self.hf.unlink(missing_ok=True)
-        self.hf.symlink_to(target.relative_to(self.path))
+        """`hf` names `target`, a folder of this run, from now on. Where that is not there `hf` stays as it is, unless
+        what it names is gone too."""
+        if target.is_dir():
+            self.hf.unlink(missing_ok=True)
+            self.hf.symlink_to(target.relative_to(self.path))
+        elif self.hf.is_symlink() and not self.hf.exists():
+            self.hf.unlink()
 
     def marks(self) -> dict[str, int]:
         """How long the files are that grow while a run goes on: bytes by name, for `cut_back`."""

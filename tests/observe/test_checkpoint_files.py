@@ -142,6 +142,37 @@ def test_who_goes_on_from_an_earlier_one_removes_the_later_ones(root):
     assert checkpoints.newest_complete(root) == root / "step_000001" == (root / "latest").resolve()
 
 
+def test_what_was_passed_over_is_set_aside_and_not_removed(root, caplog):
+    for step in (1, 2, 3):
+        save(root, step)
+    (root / "step_000002" / "trainer" / "rank0").write_bytes(b"abcdabcX")  # 3 could not be read for a moment
+    checkpoints.discard_after(root, 1, keep=True)
+    kept = sorted(p.name for p in root.glob("damaged_*"))
+    assert [name[: len("damaged_step_000002")] for name in kept] == ["damaged_step_000002", "damaged_step_000003"]
+    assert all(name in caplog.text for name in kept)
+    save(root, 2)
+    checkpoints.retain(root, keep=1)
+    assert checkpoints.newest_complete(root) == root / "step_000002" and sorted(root.glob("damaged_*"))[0].name in kept
+    assert checkpoints.verify(root / kept[1]).step == 3
+    (root / kept[1]).rename(root / "step_000003")  # by somebody who wants it after all
+    assert checkpoints.newest_complete(root) == root / "step_000003"
+
+
+def test_an_old_one_that_cannot_be_removed_is_a_warning_and_goes_the_next_time(root, monkeypatch, caplog):
+    for step in (1, 2, 3):
+        save(root, step)
+
+    def refuse(folder):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints.shutil, "rmtree", refuse)
+        assert checkpoints.retain(root, keep=1) == []
+    assert "step_000001" in caplog.text and "step_000002" in caplog.text
+    assert checkpoints.newest_complete(root) == root / "step_000003"
+    assert [p.name for p in sorted(checkpoints.retain(root, keep=1))] == ["step_000001", "step_000002"]
+
+
 @pytest.mark.parametrize(
     ("number", "said"),
     [

@@ -5,6 +5,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,7 +100,7 @@ def test_the_cost_is_part_of_the_ledger(tmp_path):
     assert os.path.getsize(path) > 0
 
 
-def test_a_run_that_goes_on_elsewhere_begins_with_the_ledger_of_the_other(tmp_path):
+def test_a_run_that_goes_on_elsewhere_begins_with_the_ledger_of_the_other(tmp_path, monkeypatch):
     source, target = tmp_path / "first.sqlite", tmp_path / "second.sqlite"
     first = Ledger(source)
     issue(first, 0)
@@ -112,5 +113,16 @@ def test_a_run_that_goes_on_elsewhere_begins_with_the_ledger_of_the_other(tmp_pa
     second.close()
     assert rows(target, "SELECT seq, grp FROM issued") == [(1, 0), (2, 7)]
     assert rows(source, "SELECT seq, grp FROM issued") == [(1, 0), (2, 1)]
+
+    class Killed(BaseException):
+        pass
+
+    def killed(path, target):
+        raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Path, "replace", killed)
+        inherit(source, tmp_path / "third.sqlite")
+    assert not (tmp_path / "third.sqlite").exists(), "half a copy has not its name"
     inherit(tmp_path / "none.sqlite", tmp_path / "third.sqlite")
     assert not (tmp_path / "third.sqlite").exists()

@@ -86,3 +86,18 @@ def test_a_run_that_goes_on_is_cut_back_to_its_marks(tmp_path):
     assert [p.name for p in run.samples.iterdir()] == ["step_000000.txt"]
     assert {p.name for p in run.events.iterdir()} == {"events.jsonl", "step_000000_replica_0.npz"}
     assert run.config.read_text() == "a: 1\n"
+
+
+def test_hf_names_the_newest_policy_and_goes_with_the_checkpoint_that_holds_it(tmp_path):
+    run = RunFolder.create_at(tmp_path / "run", "a: 1\n")
+    first, second = (run.checkpoints / f"step_{step:06d}" / "hf" for step in (1, 2))
+    first.mkdir(parents=True)
+    run.point_hf(first)
+    run.point_hf(second)  # a checkpoint without a policy
+    assert run.hf.resolve() == first.resolve()
+    first.rmdir()  # retention
+    run.point_hf(second)
+    assert not run.hf.is_symlink()
+    second.mkdir(parents=True)
+    run.point_hf(second)
+    assert run.hf.resolve() == second.resolve()
