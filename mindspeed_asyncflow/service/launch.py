@@ -60,11 +60,10 @@ def train(
     began = time.perf_counter()
     signal.signal(signal.SIGTERM, _stop)
     config = with_absolute_paths(config)
-    start = resuming.choose(config, run_folder, resume)
-    if start.complete:
-        print(f"already complete: {start.complete}; {start.folder.path} is left as it is", flush=True)
-        return OK
-    with start.folder.locked():
+    with resuming.begin(config, run_folder, resume) as start:
+        if start.complete:
+            print(f"already complete: {start.complete}; {start.folder.path} is left as it is", flush=True)
+            return OK
         return _train(config, start, warnings, began)
 
 
@@ -147,7 +146,7 @@ class _Launch:
         session, say = self.session, self.progress.phase
         log = EventLog(self.folder.events / "events.jsonl") if self.config.observe.events else None
         checkpoint = self.begins.checkpoint
-        if checkpoint is not None and checkpoint.parent != self.folder.checkpoints:
+        if checkpoint is not None and checkpoint.parent != self.folder.checkpoints and not self.folder.ledger.exists():
             inherit(RunFolder(checkpoint.parent.parent).ledger, self.folder.ledger)
         self.events = session.events = Told(Ledger(self.folder.ledger), log)
         if not self.begins.again:
@@ -156,7 +155,7 @@ class _Launch:
             await session.start(say)
             if self.begins.again:
                 say("going back to the checkpoint")
-                await session.restore(self.begins.checkpoint)
+                await session.restore(checkpoint, self.begins.undo)
             await session.prepare(say)
             say("training the first batch")
             await Recovery(session, say).train()

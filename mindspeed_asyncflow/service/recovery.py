@@ -12,8 +12,8 @@ import contextlib
 from collections.abc import Callable
 
 from mindspeed_asyncflow.errors import WorkerLost
-from mindspeed_asyncflow.observe import checkpoints
 from mindspeed_asyncflow.observe.log import get_logger
+from mindspeed_asyncflow.service import resuming
 from mindspeed_asyncflow.service.session import Session
 
 NOTICE_S = 5.0  # an error of a rank whose neighbour died comes first; the death is known by then
@@ -80,7 +80,8 @@ class Recovery:
         await self._quieten()
         await self._release()
         await session.start_group()
-        folder = await asyncio.to_thread(checkpoints.newest_complete, session.folder.checkpoints)
+        await session.abandon()  # first: one that is being completed may become the newest, and older ones go
+        folder = await asyncio.to_thread(resuming.newest, session.folder)
         said = "version 0, as there is no checkpoint yet" if folder is None else f"checkpoint {folder.name}"
         get_logger("service").warning("trainer and critic ranks are up again and go on from %s", said)
         await session.restore(folder)

@@ -7,8 +7,8 @@
               ranks      load their parts, in any parallel sizes
               driver     counters, data position, recorder; files of the run are cut back to where they were
 
-A checkpoint that cannot be written is a warning: the run goes on, and the one before stays the newest. Only the last
-one of a run is an error.
+A checkpoint that cannot be written, or not in time, is a warning: the run goes on, and the one before stays the newest.
+Only the last one of a run is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ import numpy as np
 
 from mindspeed_asyncflow.config.load import dump_resolved
 from mindspeed_asyncflow.dock.client import DockClient
-from mindspeed_asyncflow.errors import AsyncFlowError, CheckpointError, DeadlineExceeded, DockError
+from mindspeed_asyncflow.errors import AsyncFlowError, CheckpointError, DeadlineExceeded
 from mindspeed_asyncflow.observe import checkpoints
 from mindspeed_asyncflow.observe.checkpoints import SavedFile
 from mindspeed_asyncflow.observe.log import get_logger
@@ -59,6 +59,7 @@ class Saving(Starting):
         self.resumed = Resumed()
         self._clean = copy.deepcopy({"stream": self.stream.state(), "recorder": self.recorder.state()})
         self._writing: asyncio.Task[None] | None = None
+        self._threads: set[asyncio.Future[Any]] = set()  # that write, also for somebody who waits no more
 
     # ---- save --------------------------------------------------------------------------------------------------------
 
@@ -67,15 +68,16 @@ class Saving(Starting):
         the `last` one, when it is complete. The one before is completed first."""
         await self.written()
         try:
-            partial = await asyncio.to_thread(checkpoints.begin, self.folder.checkpoints, step)
+            await self._threads_ended()
+            partial = await self._in_thread(checkpoints.begin, self.folder.checkpoints, step)
             async with self.turns.training():
                 self._progressed()
                 copies = self._all_ranks("begin_save", str(partial))
                 shared = await self._in_time(copies, "the trainer and critic ranks to copy their state to host memory")
             self._progressed()
-            cut = asyncio.to_thread(self._cut_dock, partial / DOCK)
+            cut = self._in_thread(self._cut_dock, partial / DOCK)
             await self._in_time(cut, "the dock to be written")
-        except (CheckpointError, DockError) as error:
+        except AsyncFlowError as error:  # that of a rank which is lost too: whoever watches it knows what to do
             self._not_written(step, last, error)
             return
         self._progressed()
@@ -91,11 +93,24 @@ class Saving(Starting):
             await writing
 
     async def abandon(self) -> None:
-        """A checkpoint that is being written, perhaps by ranks that are gone, is given up; the next one removes it."""
+        """A checkpoint that is being written, perhaps by ranks that are gone, is given up; the next one removes it. One
+        that is being completed becomes complete: nothing in the folder changes any more afterwards."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.cancel()
             await asyncio.wait([writing])
+        await self._threads_ended()
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        """A thread cannot be cancelled: it goes on without whoever waits for it, and `_threads_ended` waits then."""
+        running = asyncio.ensure_future(asyncio.to_thread(work, *args))
+        self._threads.add(running)
+        running.add_done_callback(self._threads.discard)
+        return await asyncio.shield(running)
+
+    async def _threads_ended(self) -> None:
+        if self._threads:
+            await self._in_time(asyncio.wait(self._threads), "an earlier checkpoint, which was given up, to end")
 
     def _progressed(self) -> None:
         """A checkpoint has a deadline of its own, which may be later than the watchdog's."""
@@ -146,12 +161,11 @@ class Saving(Starting):
                     await self._in_time(bring(partial, rank, named), f"{rank.name} to send its part of a checkpoint")
             files = [file for named in of_ranks for file in named]
             whole = last or self.config.checkpoint.hf
-            target = await asyncio.to_thread(self._complete, partial, step, text, files, whole)
+            target = await self._in_thread(self._complete, partial, step, text, files, whole)
         except AsyncFlowError as error:
             self._not_written(step, last, error)
             return
-        if whole:
-            self.folder.point_hf(target / HF)
+        self.folder.point_hf(target / HF)
         self.events.note("saved", version=step)
         get_logger("checkpoints").info("checkpoint of step %d: %s", step, target)
 
@@ -176,10 +190,11 @@ class Saving(Starting):
 
     # ---- go on -------------------------------------------------------------------------------------------------------
 
-    async def restore(self, checkpoint: Path | None) -> None:
+    async def restore(self, checkpoint: Path | None, undo: bool = False) -> None:
         """All is as in `checkpoint` (None: as before the first step), and `prepare` and `train` go on from there.
 
-        Workers and dock are there; no loop runs. Callable again while the session lives. Raises `CheckpointError`.
+        Later checkpoints of the run are removed if `undo`, else set aside: they were passed over. Workers and dock are
+        there; no loop runs. Callable again while the session lives. Raises `CheckpointError`.
         """
         await self.abandon()
         found = read_state(checkpoint) if checkpoint is not None else None
@@ -191,19 +206,27 @@ class Saving(Starting):
         self.resumed.held = await self._in_time(refill, "the dock to be filled")
         if checkpoint is not None:
             await self._in_time(self._all_ranks("load_checkpoint", str(checkpoint)), "the ranks to load a checkpoint")
-            await asyncio.to_thread(checkpoints.discard_after, self.folder.checkpoints, self.resumed.version)
+            await asyncio.to_thread(self._tidy, checkpoint, undo)
         self.stream.restore(found["stream"] if found else self._clean["stream"])
         self.recorder.restore(state["recorder"] if state else self._clean["recorder"])
         if found:
             self._probe = probe_of(found)
         self.events.flush()  # what is undone leaves the file with the rest
-        with self.recorder.metrics.closed():
-            self.folder.cut_back(found["marks"] if found else {}, self.resumed.version)
+        own = checkpoint is not None and checkpoint.parent == self.folder.checkpoints
+        with self.recorder.metrics.closed():  # those of another run are not in this folder
+            self.folder.cut_back(found["marks"] if found and own else {}, self.resumed.version)
         self.folder.config.write_text(config := dump_resolved(self.config), encoding="utf-8")
         which = {"version": self.resumed.version, "checkpoint": checkpoint.name if checkpoint else ""}
         self.events.note("resumed", config=config, ledger=found["ledger"] if found else 0, **which)
         if found is None:
             self.note_begun()
+
+    def _tidy(self, checkpoint: Path, undo: bool) -> None:
+        """The newest checkpoint of the folder is `checkpoint`, or that of another run."""
+        root = self.folder.checkpoints
+        checkpoints.discard_after(root, self.resumed.version, keep=not undo)
+        checkpoints.retain(root, self.config.checkpoint.keep)
+        self.folder.point_hf(root / checkpoint.name / HF)
 
     def note_begun(self) -> None:
         """The record of a run begins."""

@@ -42,10 +42,7 @@ class Session:
         self.supervision = Supervision(faults, lambda kind, **fields: self.notes.append((kind, fields["component"])))
         self.run, self.dock, self.references = "first run", self, []
         self.sync = SimpleNamespace(replicas=[None])
-        self.replicas, self.folder = (
-            SimpleNamespace(up={}, remotes={0: None} if others else {}),
-            SimpleNamespace(checkpoints=None),
-        )
+        self.replicas, self.folder = SimpleNamespace(up={}, remotes={0: None} if others else {}), self
         self.ranks = [Rank("trainer0"), Rank("trainer1"), Rank("rollout1")]
 
     def group(self):
@@ -63,6 +60,9 @@ class Session:
 
     async def restore(self, folder):
         self.done.append(("restore", folder))
+
+    async def abandon(self):
+        self.done.append("abandon")
 
     async def prepare(self, say):
         self.done.append("prepare")
@@ -100,7 +100,12 @@ async def fails(session):
 
 @pytest.fixture(autouse=True)
 def checkpoint(monkeypatch):
-    monkeypatch.setattr(recovery.checkpoints, "newest_complete", lambda root: Path("newest"))
+    """One that is written to the end while the group is lost becomes the newest, and the one before it may go."""
+
+    def newest(session):
+        return Path("newest" if "abandon" in session.done else "removed")
+
+    monkeypatch.setattr(recovery.resuming, "newest", newest)
     monkeypatch.setattr(recovery, "NOTICE_S", 0.5)
 
 
@@ -121,7 +126,7 @@ def run(*rounds, **how):
 def test_a_lost_rank_starts_the_group_again_from_the_newest_checkpoint(fault, name):
     session, error = run(fault, ends)
     assert error is None and not session.rounds
-    assert session.done == ["end", "start", ("restore", Path("newest")), "prepare"]
+    assert session.done == ["end", "start", "abandon", ("restore", Path("newest")), "prepare"]
     assert session.notes == [("lost", name), ("recovered", name)]
 
 

@@ -9,6 +9,7 @@ from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import CheckpointError, ConfigError
 from mindspeed_asyncflow.observe import checkpoints
 from mindspeed_asyncflow.observe.run_folder import RunFolder
+from mindspeed_asyncflow.service import resuming
 from mindspeed_asyncflow.service.resuming import choose
 
 
@@ -24,6 +25,10 @@ def checkpoint(folder, step, settings, position=None, groups=(), per_epoch=100):
     (partial / "state.json").write_text(json.dumps(state))
     (partial / "config.yaml").write_text(dump_resolved(settings))
     return checkpoints.complete(partial, checkpoints.sums(partial), step=step, version=step, config="")
+
+
+def ends(folder, error=""):
+    folder.summary.write_text(json.dumps({"error": error}))
 
 
 @pytest.fixture
@@ -56,6 +61,35 @@ def test_a_named_checkpoint_is_taken_also_into_a_new_folder(run, tmp_path):
     assert other.folder.path == tmp_path / "other" and other.again and other.checkpoint == found.checkpoint
     with pytest.raises(CheckpointError, match="step_000004"):
         choose(settings, None, str(folder.checkpoints / "step_000004"))
+
+
+def test_a_run_begun_from_another_one_remembers_it_until_it_has_a_checkpoint_of_its_own(run, tmp_path):
+    folder, settings = run
+    named = folder.checkpoints / "step_000003"
+    new = choose(settings, tmp_path / "new", str(named)).folder
+    for resume in ("auto", str(named)):  # its driver was killed, and is started without and with the option
+        found = choose(settings, new.path, resume)
+        assert (found.again, found.checkpoint, found.undo, found.folder) == (True, named, False, new)
+    with pytest.raises(ConfigError, match="is not empty"):
+        choose(settings, new.path, str(folder.checkpoints / "step_000006"))
+    own = checkpoint(new, 4, settings)
+    for resume in ("auto", str(named)):
+        assert choose(settings, new.path, resume).checkpoint == own
+    (own / "state.json").write_text("torn")
+    assert choose(settings, new.path).checkpoint == named, "the one before its own"
+    (named / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"new began with a checkpoint of another run.*state\.json is missing"):
+        choose(settings, new.path)
+
+
+def test_a_checkpoint_may_be_named_by_way_of_links(run, tmp_path):
+    folder, settings = run
+    (tmp_path / "latest").symlink_to("run")
+    for path in (folder.path, tmp_path / "latest", None):
+        for name, step in (("step_000003", "step_000003"), ("latest", "step_000006")):
+            found = choose(settings, path, str(tmp_path / "latest" / "checkpoints" / name))
+            assert found.checkpoint == found.folder.checkpoints / step and found.undo
+            assert found.folder.path.samefile(folder.path)
 
 
 def test_a_new_folder_is_made_and_never_refuses_what_is_there(run, tmp_path):
@@ -116,8 +150,25 @@ def test_settings_that_say_where_and_how_long_may_change(run):
 def test_a_run_that_has_its_steps_is_complete_and_more_steps_go_on(run):
     folder, settings = run
     checkpoint(folder, 10, settings)
+    ends(folder)
     assert choose(settings, folder.path).complete == "10 of 10 steps are trained (trainer.steps)"
     assert choose(config(trainer={"steps": 11}), folder.path).complete == ""
+
+
+@pytest.mark.parametrize("summary", [None, "Interrupted: stopped by a signal"])
+def test_a_run_that_has_its_steps_but_no_last_evaluation_goes_on_to_it(run, summary):
+    folder, settings = run
+    last = checkpoint(folder, 10, settings)
+    if summary is not None:
+        ends(folder, summary)
+    found = choose(settings, folder.path)
+    assert (found.again, found.checkpoint, found.complete) == (True, last, "")
+
+
+def test_nothing_is_made_for_a_run_that_has_no_steps_to_do(run, tmp_path):
+    folder, settings = run
+    last = checkpoint(folder, 10, settings)
+    assert choose(settings, tmp_path / "new", str(last)).complete and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
@@ -128,6 +179,7 @@ def test_a_run_whose_data_is_used_up_is_complete_once_nothing_is_open(run, posit
     folder, _ = run
     settings = config(trainer={"steps": 10}, data={"epochs": 2})
     checkpoint(folder, 9, settings, position, groups, per_epoch=6)
+    ends(folder)
     assert bool(choose(settings, folder.path).complete) is over
     assert choose(config(trainer={"steps": 10}, data={"epochs": 3}), folder.path).complete == ""
 
@@ -137,4 +189,26 @@ def test_one_driver_at_a_time_has_a_folder(run):
     with folder.locked(), pytest.raises(ConfigError, match="in use: another driver trains there"), folder.locked():
         pass
     with folder.locked():
+        pass
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_a_driver_has_the_folder_before_it_chooses_a_checkpoint(run, tmp_path, monkeypatch, new):
+    """The driver before may still complete one."""
+    folder, settings = run
+    looked = []
+
+    def looking(*args):
+        if not new:
+            with pytest.raises(ConfigError, match="in use"), folder.locked():
+                pass
+        looked.append(choose(*args))
+        return looked[0]
+
+    monkeypatch.setattr(resuming, "choose", looking)
+    with resuming.begin(settings, tmp_path / "new" if new else folder.path) as start:
+        assert [start] == looked
+        with pytest.raises(ConfigError, match="in use"), start.folder.locked():
+            pass
+    with start.folder.locked(), pytest.raises(ConfigError, match="in use"), resuming.begin(settings, start.folder.path):
         pass
