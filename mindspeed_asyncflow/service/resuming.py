@@ -63,8 +63,7 @@ def choose(config: Config, run_folder: Path | None, resume: str = AUTO) -> Start
     if resume == NEVER or not folder.is_run or not (own or same):
         return _new(config, folder, named)
     if own and named is not None:
-        checkpoint: Path | None = folder.checkpoints / named.name
-        checkpoints.verify(folder.checkpoints / named.name)
+        checkpoint: Path | None = _whole(folder.checkpoints / named.name)
     else:
         checkpoint = newest(folder)
     _refuse_other_settings(config, folder.config if checkpoint is None else checkpoint / CONFIG)
@@ -98,6 +97,18 @@ def _named(resume: str) -> Path | None:
     return named.parent / named.readlink() if named.is_symlink() else named
 
 
+def _whole(named: Path) -> Path:
+    """What the user named, if it is a whole checkpoint."""
+    if not named.is_dir():
+        raise ConfigError(
+            f"there is no {named}: --resume takes auto, never, or the folder of a checkpoint, RUN/checkpoints/step_N"
+        )
+    if RunFolder(named).checkpoints.is_dir():
+        raise ConfigError(f"{named} is a run, no checkpoint: --run-folder {named} goes on from its newest one")
+    checkpoints.verify(named)
+    return named
+
+
 def _folder(run_folder: Path | None, named: Path | None) -> RunFolder | None:
     """None: a dated one is made."""
     path = run_folder if run_folder is not None or named is None else named.parent.parent
@@ -112,7 +123,7 @@ def _same(one: Path, other: Path) -> bool:
 def _new(config: Config, folder: RunFolder, named: Path | None) -> Start:
     """A run in a folder that has none, perhaps from a checkpoint of another run."""
     if named is not None:
-        checkpoints.verify(named)
+        _whole(named)
         _refuse_other_settings(config, named / CONFIG)
     complete = _complete(config, named)
     if not complete:

@@ -59,8 +59,13 @@ def test_a_named_checkpoint_is_taken_also_into_a_new_folder(run, tmp_path):
     assert found.folder == folder and found.checkpoint.name == "step_000003"
     other = choose(settings, tmp_path / "other", named)
     assert other.folder.path == tmp_path / "other" and other.again and other.checkpoint == found.checkpoint
-    with pytest.raises(CheckpointError, match="step_000004"):
-        choose(settings, None, str(folder.checkpoints / "step_000004"))
+    for wrong, said in (
+        (folder.checkpoints / "step_000004", "step_000004: --resume takes auto, never, or the folder of a checkpoint"),
+        (tmp_path / "atuo", "atuo: --resume takes auto, never, or the folder of a checkpoint"),
+        (folder.path, f"--run-folder {folder.path} goes on from its newest one"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            choose(settings, None, str(wrong))
 
 
 def test_a_run_begun_from_another_one_remembers_it_until_it_has_a_checkpoint_of_its_own(run, tmp_path):
