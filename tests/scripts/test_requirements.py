@@ -35,13 +35,14 @@ def extras() -> dict[str, list[str]]:
 
 
 def test_every_line_names_one_exact_version():
-    for requirement in pinned("core", "torch", "vllm_cpu", "dev", "tasks"):
+    for requirement in pinned("core", "torch", "vllm_cpu", "dev", "tasks", "docs"):
         assert re.fullmatch(r"==[^*,]+", str(requirement.specifier)), requirement
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11"])
 @pytest.mark.parametrize(
-    ("extra", "files"), [("cpu", ("core", "torch", "vllm_cpu")), ("dev", ("dev",)), ("tasks", ("tasks",))]
+    ("extra", "files"),
+    [("cpu", ("core", "torch", "vllm_cpu")), ("dev", ("dev",)), ("tasks", ("tasks",)), ("docs", ("docs",))],
 )
 def test_extras_and_pins_agree(extra, files, python):
     def live(requirements):
