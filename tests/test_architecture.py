@@ -48,7 +48,16 @@ TOP_LEVEL = {
     *("mindspeed_asyncflow", "configs", "scripts", "tests", "cann_kernels", "docs", "benchmarks", "examples"),
     *("setup.py", "README.md", "README.zh-CN.md", "LICENSE", "pyproject.toml"),
 }
-TEST_FOLDERS_BESIDE_THE_PACKAGE = ("scripts", "benchmarks", "examples", "docs", "ascend", "cann_kernels", "peers")
+TEST_FOLDERS_BESIDE_THE_PACKAGE = (
+    "scripts",
+    "benchmarks",
+    "examples",
+    "docs",
+    "ascend",
+    "cann_kernels",
+    "peers",
+    "report",
+)
 
 
 def tracked() -> list[str]:
