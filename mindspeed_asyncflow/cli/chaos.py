@@ -90,7 +90,7 @@ def _needed(config: Config, kills: int) -> list[str]:
     """Settings without which the run could not go on so often."""
     needed = [f"faults.max_restarts={max(kills, config.faults.max_restarts)}"]
     if not config.trainer.save_every:
-        print(f"trainer.save_every is 0, with which a resume begins anew: it is {SAVE_EVERY} here", flush=True)
+        print(f"trainer.save_every is not set, so a resume would begin anew: it is {SAVE_EVERY} here", flush=True)
         needed.append(f"trainer.save_every={SAVE_EVERY}")
     return needed
 

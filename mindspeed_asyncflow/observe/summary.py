@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_asyncflow.errors import MetricError
+from mindspeed_asyncflow.observe.checkpoints import LATEST
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 
 REQUIRED = (
@@ -102,6 +103,8 @@ def closing_words(summary: Mapping[str, Any], folder: Path | str | None = None) 
     if folder is not None:
         lines.append(f"Results: {folder}")
         lines.append(_next_look(summary))
+        if get("error") and (RunFolder(Path(folder)).checkpoints / LATEST).exists():
+            lines.append(f"To go on from its newest checkpoint: the same command with --run-folder {folder}")
     return "\n".join(lines)
 
 

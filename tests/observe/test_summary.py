@@ -94,6 +94,14 @@ def test_words_of_an_interrupted_run_point_to_no_error(tmp_path):
     assert "error" not in words and "log.txt" not in words and "report.html" in words
 
 
+def test_a_run_that_ended_early_says_how_it_goes_on_where_it_has_a_checkpoint(tmp_path):
+    stopped = GOOD | {"error": "Interrupted: stopped by a signal"}
+    assert "To go on" not in closing_words(stopped, tmp_path)
+    (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
+    assert closing_words(stopped, tmp_path).endswith(f"the same command with --run-folder {tmp_path}")
+    assert "To go on" not in closing_words(GOOD, tmp_path)
+
+
 def test_durations_read_like_speech():
     assert [duration(s) for s in (0.25, 9.97, 59, 59.97, 85.2, 3725)] == [
         "0.2 s",
