@@ -22,6 +22,7 @@ if [[ $kernel_tools ]]; then
     # Named, so that tests/cann_kernels fails instead of skipping where it is incomplete.
     export ASYNCFLOW_KERNEL_TOOLS=${ASYNCFLOW_KERNEL_TOOLS:-$root/.cache/kernel-tools}
     bash "$root/scripts/kernel_tools.sh"
+    bash "$root/scripts/browser.sh" || echo "[set-up] the tests of tests/report that need a browser are skipped" >&2
 fi
 cd "$root"
 # One thread per process, and no spinning while it waits: several processes share few cores.

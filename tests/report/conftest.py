@@ -36,3 +36,11 @@ def browser():
         stack.callback(chromium.close)
         yield chromium
     sys.path.remove(str(BROWSER / "site"))
+
+
+@pytest.fixture
+def expect(browser):
+    """Playwright's `expect`, which waits until what it is told is so."""
+    from playwright.sync_api import expect
+
+    return expect

@@ -28,7 +28,7 @@ def opened(browser):
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: request.url == path.as_uri() or complaints.append(request.url))
         page.goto(path.as_uri())
-        page.wait_for_function("document.querySelectorAll('#figures path.ln').length > 0")
+        page.locator("#figures path.ln").first.wait_for(state="attached")
         return page
 
     yield open_page
@@ -59,17 +59,17 @@ def test_an_evaluation_stands_at_the_version_that_it_measured(folder, opened):
     assert page.locator("#tip").inner_text().splitlines() == [f"step {STEPS}", "held-out, greedy: 0.97"]
 
 
-def test_search_finds_answers_by_all_its_words_and_marks_them(folder, opened):
+def test_search_finds_answers_by_all_its_words_and_marks_them(folder, opened, expect):
     page = opened(write_report(folder.path))
     assert page.locator("#answerCount").inner_text().startswith(f"{STEPS + 3} of {STEPS + 3}")
     page.fill("#search", "STEP 7")
-    page.wait_for_function("document.querySelectorAll('.answer').length === 1")
+    expect(page.locator(".answer")).to_have_count(1)
     assert page.locator(".answer mark").all_inner_texts() == ["7", "step", "7"]
     assert "score 1" in page.locator(".answer header").inner_text()
     page.fill("#search", "</pre><b>x")  # shown as it is
-    page.wait_for_function(f"document.querySelectorAll('.answer').length === {STEPS}")
+    expect(page.locator(".answer")).to_have_count(STEPS)
     page.fill("#search", "nothing has this")
-    page.wait_for_function("document.querySelectorAll('.answer').length === 0")
+    expect(page.locator(".answer")).to_have_count(0)
     assert page.locator("#answerCount").inner_text() == f"0 of {STEPS + 3} answers"
     page.fill("#search", "")
     page.select_option("#answerKind", "tested")

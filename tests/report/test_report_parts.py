@@ -62,6 +62,14 @@ def test_lengths_are_counted_whole_and_at_both_ends(folder):
     assert min(counts["last quarter"]) == 9
 
 
+def test_a_torn_file_of_rows_is_named_and_the_others_count(folder):
+    torn = folder.events / "step_000003_replica_0.npz"
+    torn.write_bytes(torn.read_bytes()[:100])
+    missing: list[str] = []
+    assert sum(read_lengths(folder.events, missing)["whole run"].values()) == (STEPS - 1) * 8
+    assert torn.name in missing[0]
+
+
 def test_lags_come_from_the_ledger_without_what_a_resume_undid(folder):
     ledger = Ledger(folder.ledger)
     rules = type("Rules", (), {"oldest_allowed": None})

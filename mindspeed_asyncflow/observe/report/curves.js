@@ -67,7 +67,7 @@ function overSeeds(runs, name, how) {
 }
 
 function extent(lines, options) {
-  let x0 = Infinity, x1 = -Infinity, y0 = 0, y1 = options.ceiling || 0;
+  let x0 = Infinity, x1 = -Infinity, y0 = options.free ? Infinity : 0, y1 = options.free ? -Infinity : options.ceiling || 0;
   for (const line of lines) {
     line.y.forEach((v, i) => {
       if (v === null) return;
@@ -77,9 +77,9 @@ function extent(lines, options) {
     });
   }
   if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
-  if (y0 === y1) y1 = y0 + 1;
+  if (y0 === y1) y1 = y0 + (Math.abs(y0) || 1);
   const pad = 0.06 * (y1 - y0);
-  return { x: [x0, x1], y: [y0 < 0 ? y0 - pad : y0, y1 === options.ceiling ? y1 : y1 + pad] };
+  return { x: [x0, x1], y: [y0 < 0 || options.free ? y0 - pad : y0, y1 === options.ceiling ? y1 : y1 + pad] };
 }
 
 function path(line, sx, sy) {
@@ -116,7 +116,7 @@ function drawCurves(box, figure, how) {
       line.y.forEach((v, i) => v !== null && picture.append(element("svg:circle", { class: `dot ${c}`, cx: sx(line.x[i]), cy: sy(v), r: 3.2 })));
     }
   }
-  follow(picture, frame, lines, x, time, options);
+  follow(picture, frame, lines, x, how, options);
   box.replaceChildren(picture, legend(lines.filter((line) => !line.faint)));
 }
 
@@ -126,7 +126,7 @@ function legend(lines) {
 }
 
 // The values nearest to the pointer.
-function follow(picture, frame, lines, x, time, options) {
+function follow(picture, frame, lines, x, how, options) {
   const cursor = element("svg:line", { class: "cursor", y1: frame.top, y2: frame.base, visibility: "hidden" });
   picture.append(cursor);
   picture.addEventListener("pointermove", (event) => {
@@ -145,7 +145,8 @@ function follow(picture, frame, lines, x, time, options) {
       const range = line.range ? ` (${show(line.range[i][0])} to ${show(line.range[i][1])})` : "";
       return [`${line.label}: ${options.percent ? (line.y[i] * 100).toFixed(1) + "%" : show(line.y[i])}${range}`];
     });
-    tell(event, [time ? `${show(nearest)} s` : `step ${nearest}`, ...said].join("\n"));
+    const where = how.axis === "time" ? `${show(nearest)} s` : `step ${nearest}`;
+    tell(event, [where + (how.smooth > 1 ? `, mean of ${how.smooth}` : ""), ...said].join("\n"));
   });
   picture.addEventListener("pointerleave", () => {
     cursor.setAttribute("visibility", "hidden");
@@ -178,7 +179,7 @@ function follow(picture, frame, lines, x, time, options) {
     const box = element("div"), words = element("small");
     byId("figures").append(element("figure", {}, element("figcaption", {}, "Any metric ", select), box, words));
     const draw = () => {
-      drawCurves(box, [select.value, { [select.value]: select.value }, {}], how());
+      drawCurves(box, [select.value, { [select.value]: select.value }, { free: true }], how());
       const [unit, definition] = DATA.metrics[select.value] || ["", ""];
       words.textContent = definition + (unit && unit !== "1" ? ` (${unit})` : "");
     };

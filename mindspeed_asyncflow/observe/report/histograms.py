@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sqlite3
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -41,7 +42,7 @@ def read_lengths(events: Path, missing: list[str]) -> Counts:
         try:
             with np.load(path) as file:  # reads the one array
                 found, counts = np.unique(file["length.response_ids"], return_counts=True)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:  # torn
             missing.append(f"events/{path.name}: lengths of its answers ({error})")
             continue
         rows += [(step, int(value), int(count)) for value, count in zip(found, counts)]

@@ -124,7 +124,7 @@ def _figures(runs: Sequence[Run]) -> str:
     head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
     rows = ""
     for label in labels:
-        values = "".join(f"<td>{escape(numbers.get(label, '—'))}</td>" for numbers in found)
+        values = "".join(_cell(numbers.get(label, "—")) for numbers in found)
         rows += f"<tr><th>{escape(label)}</th>{values}</tr>"
     return f'<section class="scroll"><table><tr><th></th>{head}</tr>{rows}</table></section>'
 
@@ -140,12 +140,16 @@ def _numbers(run: Run) -> dict[str, str]:
         ("answers trained", summary.get("samples_trained"), "{:,d}".format),
         ("answers dropped", summary.get("samples_dropped"), "{:,d}".format),
         ("largest lag", summary.get("max_lag"), "{:g}".format),
-        ("answers/s", summary.get("samples_per_s", last("perf/samples_per_s")), "{:,.0f}".format),
+        ("answers/s", summary.get("samples_per_s", last("perf/samples_per_s")), _rate),
         ("trainer idle", summary.get("trainer_idle_share", last("idle/trainer")), "{:.0%}".format),
         ("rollout idle", summary.get("rollout_idle_share", last("idle/rollout")), "{:.0%}".format),
         ("log-prob gap", summary.get("rollout_train_logprob_gap_max"), "{:.1e}".format),
     ]
     return {label: form(value) for label, value, form in values if value is not None and math.isfinite(value)}
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _missing(runs: Sequence[Run]) -> str:
@@ -157,17 +161,24 @@ def _missing(runs: Sequence[Run]) -> str:
 
 
 def _warnings(runs: Sequence[Run]) -> str:
+    several = len(runs) > 1
     rows = [
-        f"<tr class='{w.level}'><td>{escape(w.first)}</td><td>{escape(run.name)}</td><td>{escape(w.process)}</td>"
-        f"<td>{w.level}</td><td class='n'>{w.times}</td><td class='text'>{escape(w.text)}</td></tr>"
+        f"<tr class='{w.level}'><td class='when'>{escape(w.first)}</td>{_cell(run.name) if several else ''}"
+        f"<td>{escape(w.process)}</td><td>{w.level}</td><td class='n'>{w.times}</td>"
+        f"<td class='text'>{escape(w.text)}</td></tr>"
         for run in runs
         for w in run.warnings
     ]
     if not rows:
         return '<section id="warnings"><h2>Warnings</h2><p>None.</p></section>'
-    head = "<tr><th>first</th><th>run</th><th>process</th><th>level</th><th>times</th><th>words</th></tr>"
-    table = f'<div class="scroll low"><table>{head}{"".join(rows)}</table></div>'
+    names = ["first", *(["run"] if several else []), "process", "level", "times", "words"]
+    head = "".join(f"<th>{name}</th>" for name in names)
+    table = f'<div class="scroll low"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
     return f'<section id="warnings"><h2>Warnings</h2>{table}</section>'
+
+
+def _cell(text: str) -> str:
+    return f"<td>{escape(text)}</td>"
 
 
 def _configs(runs: Sequence[Run]) -> str:
