@@ -62,7 +62,6 @@ class Session(Saving):
             assert self.evaluation is not None
             self.evaluation.resumed(self.resumed.version, self.run.job.spawn)
         self.run.job.spawn(self.supervision.failure())
-        self.run.job.spawn(self.supervision.failure())
         for index in late:
             self.run.job.spawn(self._join_late(index))
         self.recorder.begin()
