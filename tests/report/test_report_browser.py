@@ -26,7 +26,7 @@ def opened(browser):
         page = context.new_page()
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: request.url == path.as_uri() or complaints.append(request.url))
+        page.on("request", lambda request: request.url.split("#")[0] == path.as_uri() or complaints.append(request.url))
         page.goto(path.as_uri())
         page.locator("#figures path.ln").first.wait_for(state="attached")
         return page
@@ -146,6 +146,15 @@ def test_metrics_and_settings_are_found_by_their_words(folder, opened):
     page.select_option("#settingKind", "")
     page.fill("#settingSearch", "trainer.lr_warmup")
     assert "trainer.lr_warmup_steps" in page.locator("#settingTable td code").all_inner_texts()
+
+
+def test_every_part_has_a_link_that_leads_to_it(folder, opened):
+    page = opened(write_report(folder.path))
+    links = page.locator("nav a")
+    titles = ["Warnings", "Curves", "Trained answers", "Who worked when", "Answers", "Metrics", "Settings"]
+    assert links.all_inner_texts() == titles
+    links.last.click()
+    assert page.locator("#settings").bounding_box()["y"] < 900
 
 
 def test_an_empty_folder_shows_no_empty_parts(tmp_path, browser):

@@ -9,6 +9,7 @@ import pytest
 
 from mindspeed_asyncflow.cli import main
 from mindspeed_asyncflow.observe.report import write_report
+from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.summary import write_summary
 from tests.report.runs import SUMMARY, make_run
 
@@ -105,6 +106,13 @@ def test_the_command_compares_runs_in_a_file_of_its_own(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(out)
     assert [run["name"] for run in data_of(out.read_text())["runs"]] == [run.path.name for run in runs]
     assert not runs[0].report.exists()
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path):
+    runs = [RunFolder(tmp_path / place / "run") for place in ("here", "there")]
+    for run in runs:
+        run.path.mkdir(parents=True)
+    assert [run["name"] for run in data_of(written(*runs))["runs"]] == ["here/run", "there/run"]
 
 
 def test_the_command_names_what_is_no_run_and_what_cannot_be_written(folder, tmp_path, capsys):

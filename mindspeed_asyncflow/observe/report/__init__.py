@@ -20,7 +20,11 @@ def write_report(run_folder: Path | str, others: Sequence[Path | str] = (), out:
 
     `out`: default `report.html` in `run_folder`. Raises OSError where that cannot be written.
     """
-    runs = [read_run(RunFolder(Path(path))) for path in (run_folder, *others)]
+    paths = [Path(path).resolve() for path in (run_folder, *others)]
+    names = [path.name for path in paths]
+    if len(set(names)) < len(names):
+        names = [f"{path.parent.name}/{path.name}" for path in paths]
+    runs = [read_run(RunFolder(path), name) for path, name in zip(paths, names)]
     path = RunFolder(Path(run_folder)).report if out is None else Path(out)
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(page(runs), encoding="utf-8", errors="backslashreplace")

@@ -43,7 +43,7 @@
 
   function draw() {
     const width = box.clientWidth, height = TOP + ROW * Math.max(1, rows.size) + 4, scale = devicePixelRatio || 1;
-    left = Math.min(190, Math.max(90, width * 0.2));
+    left = Math.min(190, Math.max(118, width * 0.2));
     canvas.style.height = height + "px";
     canvas.width = Math.round(width * scale);
     canvas.height = Math.round(height * scale);
@@ -76,7 +76,7 @@
     pen.fillStyle = ink("--soft");
     pen.textAlign = "center";
     const line = (x0, y0, x1, y1) => { pen.beginPath(); pen.moveTo(x0, y0); pen.lineTo(x1, y1); pen.stroke(); };
-    for (const v of ticks(view[0] / unit, view[1] / unit, width > 700 ? 8 : 3)) {
+    for (const v of ticks(view[0] / unit, view[1] / unit, width > 700 ? 8 : 4)) {
       const x = sx(v * unit);
       line(x, TOP, x, height);
       if (x < width - 24 && x > left + 10) pen.fillText(`${+v.toPrecision(9)} ${unit === 1e6 ? "s" : "ms"}`, x, 8);

@@ -55,7 +55,7 @@ def page(runs: Sequence[Run]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{style}</style></head>"
-        f"<body><main><h1>{escape(title)}</h1>{head}{body}{_configs(runs)}</main>"
+        f"<body><main><h1>{escape(title)}</h1><nav id='parts'></nav>{head}{body}{_configs(runs)}</main>"
         f'<script type="application/json" id="data">{data}</script><script>"use strict";\n{scripts}</script>'
         "</body></html>\n"
     )
@@ -172,7 +172,7 @@ def _warnings(runs: Sequence[Run]) -> str:
     if not rows:
         return '<section id="warnings"><h2>Warnings</h2><p>None.</p></section>'
     names = ["first", *(["run"] if several else []), "process", "level", "times", "words"]
-    head = "".join(f"<th>{name}</th>" for name in names)
+    head = "".join(f"<th{' class=n' if name == 'times' else ''}>{name}</th>" for name in names)
     table = f'<div class="scroll low"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
     return f'<section id="warnings"><h2>Warnings</h2>{table}</section>'
 

@@ -33,7 +33,7 @@ class Run:
     missing: list[str]
 
 
-def read_run(folder: RunFolder) -> Run:
+def read_run(folder: RunFolder, name: str) -> Run:
     missing: list[str] = []
     summary = json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.exists() else {}
     if not summary:
@@ -42,7 +42,7 @@ def read_run(folder: RunFolder) -> Run:
     evaluations = read_evaluations(folder.evaluations)
     settings, config = read_settings(folder.config, missing)
     return Run(
-        name=folder.path.resolve().name,
+        name=name,
         summary=summary,
         curves=curves,
         evaluations=evaluations,

@@ -4,6 +4,11 @@ function matches(search, ...texts) {
   return byId(search).value.toLowerCase().split(/\s+/).every((word) => text.includes(word));
 }
 
+// A dotted name that may be broken behind its separators only.
+function dotted(name) {
+  return element("code", {}, ...name.split(/(?<=[./_])/).flatMap((part) => [part, element("wbr")]));
+}
+
 (function metrics() {
   const names = [...new Set(RUNS.flatMap((run) => Object.keys(run.values)))];
   if (!names.length) return;
@@ -17,11 +22,11 @@ function matches(search, ...texts) {
     return show(end === "first" ? there[0] : there[there.length - 1]);
   };
   function draw() {
-    const head = element("tr", {}, ...["metric", ...ends.map(([title]) => title), "unit", "definition"].map((title) => element("th", {}, title)));
+    const head = element("tr", {}, element("th", {}, "metric"), ...ends.map(([title]) => element("th", { class: "n" }, title)), element("th", {}, "unit"), element("th", {}, "definition"));
     const rows = names.flatMap((name) => {
       const [unit, definition] = DATA.metrics[name] || ["", ""];
       if (!matches("metricSearch", name, definition)) return [];
-      return [element("tr", {}, element("td", {}, element("code", {}, name)), ...ends.map(([, run, end]) => element("td", { class: "n" }, value(run, name, end))), element("td", {}, unit), element("td", { class: "text" }, definition))];
+      return [element("tr", {}, element("td", {}, dotted(name)), ...ends.map(([, run, end]) => element("td", { class: "n" }, value(run, name, end))), element("td", {}, unit), element("td", { class: "text" }, definition))];
     });
     byId("metricTable").replaceChildren(element("table", {}, head, ...rows));
   }
@@ -41,7 +46,7 @@ function matches(search, ...texts) {
     const rows = DATA.settings.filter((row) => (kind.value === "differ" ? differ(row) : kind.value === "chosen" ? chosen(row) : true) && matches("settingSearch", row.key, ...row.values, row.meaning));
     byId("settingCount").textContent = `${rows.length} of ${DATA.settings.length} settings`;
     byId("settingTable").replaceChildren(element("table", {}, head, ...rows.map((row) => element("tr", {},
-      element("td", {}, element("code", {}, row.key)),
+      element("td", {}, dotted(row.key)),
       ...row.values.map((v) => element("td", several && differ(row) ? { class: "differs" } : {}, element("code", {}, v))),
       element("td", {}, element("code", {}, row.default)),
       element("td", { class: "text" }, row.meaning)))));
@@ -50,3 +55,8 @@ function matches(search, ...texts) {
   byId("settingSearch").addEventListener("input", draw);
   draw();
 })();
+
+// Links to the parts that this page has, named by their titles.
+for (const section of document.querySelectorAll("section[id]:not([hidden])")) {
+  byId("parts").append(element("a", { href: "#" + section.id }, section.querySelector("h2").textContent));
+}
