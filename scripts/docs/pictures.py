@@ -152,7 +152,7 @@ def draw(title: str, workflow: str, file: Path) -> None:
         look = 'class="load"' if optimizer else f'fill="{COLORS[step]}"'
         picture.bar(event["start_us"], end, picture.bottom, LANE - 2, look, "" if optimizer else f"v{step}")
         if optimizer:
-            words = f"step {step}: lag {step - oldest[step]}"
+            words = f"lag {step - oldest[step]}"
             picture.text(LEFT + end / 1e6 * SECOND, picture.bottom + LANE + 11, words, "text", "end")
     picture.bottom += LANE + 20
     picture.saved(file)
