@@ -39,15 +39,19 @@ def lines_of(text: str) -> list[list[str]]:
     return [words for line in lines for part in line.split(" && ") if (words := shlex.split(part, comments=True))]
 
 
-def asyncflow_words(page: Path) -> list[list[str]]:
-    """The words of everything on a page that begins with `asyncflow` and looks like a command of it: in blocks, in
-    indented lines and between backticks."""
+COMMAND = re.compile(r"(?:\$ )?(?:\S*/bin/)?asyncflow +([a-z].*)$")
+
+
+def printed_commands(page: Path) -> list[list[str]]:
+    """The words behind `asyncflow` of each command that stands in a line of its own, in a block or indented."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     fenced = "".join(re.findall(r"^```(?:bash)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).splitlines()
-    candidates = [*fenced, *re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE), *re.findall(r"`([^`\n]+)`", text)]
-    found = []
-    for line in candidates:
-        match = re.match(r"(?:\$ )?(?:\S*/bin/)?asyncflow +([a-z].*)$", line.strip())
-        if match:
-            found.append(re.split(r"\s+", re.sub(r"\s#.*$", "", match[1])))
-    return found
+    lines = [*fenced, *re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE)]
+    found = [match[1] for line in lines if (match := COMMAND.match(line.strip()))]
+    return [shlex.split(command.partition(" > ")[0], comments=True) for command in found]
+
+
+def named_commands(page: Path) -> list[list[str]]:
+    """The same of what stands between backticks, which may be a part of a command only."""
+    quoted = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+    return [re.split(r"\s+", match[1]) for words in quoted if (match := COMMAND.match(words.strip()))]

@@ -8,7 +8,7 @@ import sys
 from itertools import pairwise
 
 import pytest
-from doc_commands import PAGES, ROOT, asyncflow_words, blocks, lines_of
+from doc_commands import PAGES, ROOT, blocks, lines_of, named_commands, printed_commands
 
 from mindspeed_asyncflow import cli
 from mindspeed_asyncflow.config import load_config
@@ -28,10 +28,19 @@ def subcommands() -> dict[str, set[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_options_that_a_page_names_exist(page):
     known = subcommands()
-    for command, *words in asyncflow_words(page):
+    for command, *words in [*named_commands(page), *printed_commands(page)]:
         assert command in known, f"{page.name}: asyncflow {command}"
         used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
         assert used <= known[command], f"{page.name}: asyncflow {command} {' '.join(words)}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if printed_commands(page)], ids=lambda page: page.name)
+def test_commands_that_a_page_prints_are_accepted_as_a_whole(page, capsys):
+    for words in printed_commands(page):
+        try:
+            cli.build_parser().parse_args(words)
+        except SystemExit:
+            pytest.fail(f"asyncflow {' '.join(words)}: {capsys.readouterr().err.strip().splitlines()[-1]}")
 
 
 def test_the_start_pages_have_no_block_without_a_mark():
