@@ -1,7 +1,10 @@
 """Functions about checkpoints that tests run inside trainer ranks (see rank_group.py)."""
 
+import contextlib
 import os
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -68,14 +71,17 @@ def save_untrained(rank: int, folder: str, sizes: dict, out: str) -> list:
 
 
 def pause_over_copy(rank: int, folder: str, samples: list, out: str, times: int) -> dict[str, Any]:
-    """Seconds of the pause of each of `times` saves, and of a plain copy of the same bytes after it."""
+    """Seconds of the pause of each of `times` saves, and of a plain copy of the same bytes after it; bytes that the
+    first pause copies."""
     with engine(rank, folder, {}) as made:
         steps(made, samples, 1)
-        pauses, copies = [], []
+        pauses, copies, moved = [], [], []
         for number in range(times):
             began = time.perf_counter()
-            made.begin_save(os.path.join(out, str(number)))
+            with _counted() if number == 0 else contextlib.nullcontext() as counted:
+                made.begin_save(os.path.join(out, str(number)))
             pauses.append(time.perf_counter() - began)
+            moved = counted or moved
             files = made.finish_save()
             tensors = [tensor for _, _, _, tensor in made._checkpointer._state()]
             hosts = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
@@ -86,7 +92,26 @@ def pause_over_copy(rank: int, folder: str, samples: list, out: str, times: int)
                 host.copy_(tensor)
             copies.append(time.perf_counter() - began)
         copied = sum(t.numel() * t.element_size() for t in tensors)
-        return {"pauses": pauses, "copies": copies, "bytes": copied, "written": files[0].bytes}
+        return {
+            "pauses": pauses, "copies": copies, "bytes": copied, "written": files[0].bytes, "moved": sum(moved),
+        }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[list[int]]:
+    """Bytes of every tensor copy that this thread makes."""
+    real, me, found = torch.Tensor.copy_, threading.get_ident(), []
+
+    def copy_(target: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+        if threading.get_ident() == me:
+            found.append(target.nbytes)
+        return real(target, *args, **how)
+
+    torch.Tensor.copy_ = copy_  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        torch.Tensor.copy_ = real  # type: ignore[method-assign]
 
 
 def refused(rank: int, folder: str, sizes: dict, out: str, dtype: str = "float32") -> str:

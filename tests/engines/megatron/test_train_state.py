@@ -121,16 +121,14 @@ def test_a_save_before_the_first_step_holds_no_moments(groups, models, tmp_path)
     assert loaded["moments"] == {} and loaded["steps"] == fresh["steps"]
 
 
-def test_the_pause_is_little_more_than_a_copy(groups, tmp_path):
+def test_the_pause_copies_each_byte_of_the_state_once(groups, tmp_path):
     sizes = {"hidden_size": 384, "intermediate_size": 1536, "vocab_size": 4096, "num_hidden_layers": 4}
     make_model("qwen2", str(tmp_path / "model"), **sizes)
     (found,) = groups.of(1).run(
         checkpoint_cases.pause_over_copy, folder=str(tmp_path / "model"), samples=make_samples(),
-        out=str(tmp_path / "out"), times=6,
+        out=str(tmp_path / "out"), times=1,
     )  # fmt: skip
-    assert found["bytes"] > 80e6 and found["written"] > found["bytes"]
-    pauses, copies = found["pauses"][1:], found["copies"][1:]  # the first save makes the host buffers
-    assert min(pauses) <= 1.5 * min(copies)
+    assert found["moved"] == found["bytes"] > 80e6 and found["written"] > found["bytes"]
 
 
 def test_what_a_save_lacks_is_named(groups, models, tmp_path):
