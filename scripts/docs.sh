@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds the pages of docs/ as a site that also opens from the disk (without its search), and loads nothing from the
-# network. Any warning, such as a link that leads
-# nowhere, is an error. Makes its environment first where it is missing (0.1 GB); needs a finished .venv.
+# Builds the pages of docs/ as a site that also opens from the disk (without its search) and loads nothing from the
+# network. Any warning, such as a link that leads nowhere, is an error. Makes its environment first where it is missing
+# (0.1 GB); needs a finished .venv.
 #
 #   bash scripts/docs.sh [FOLDER]      (default: .cache/site of the project)
 #   bash scripts/docs.sh --serve       shows the pages at http://127.0.0.1:8000 and again whenever one is changed
