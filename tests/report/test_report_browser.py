@@ -2,6 +2,7 @@
 
 import pytest
 
+from mindspeed_asyncflow.observe import trace
 from mindspeed_asyncflow.observe.report import write_report
 from tests.report.runs import STEPS, make_run
 
@@ -24,6 +25,7 @@ def opened(browser):
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
         contexts.append(context)
         page = context.new_page()
+        page.set_default_timeout(10_000)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: request.url.split("#")[0] == path.as_uri() or complaints.append(request.url))
@@ -106,6 +108,26 @@ def test_lanes_are_zoomed_by_drag_buttons_and_keys_and_sifted_by_name(folder, op
     assert bars() == STEPS
     canvas.hover(position={"x": box["width"] - 8, "y": 36})
     assert page.locator("#tip").inner_text().splitlines()[:2] == ["trainer/work", "trainer0"]
+
+
+def test_lanes_beyond_the_window_come_by_scrolling_under_the_time_axis(folder, opened, expect):
+    now = [0]
+    for number in range(60):
+        tracer = trace.Tracer(folder.trace, f"worker{number}", clock_ns=lambda: now[0])
+        with tracer.span("wide", lane=f"worker{number}"):
+            now[0] = STEPS * 1_000_000_000
+        now[0] = 0
+        tracer.close()
+    page = opened(write_report(folder.path))
+    page.click("#laneAll")
+    canvas, box = page.locator("#laneCanvas"), page.locator("#laneBox")
+    box.evaluate("box => box.scrollIntoView()")
+    place = canvas.bounding_box()
+    assert place["height"] <= 0.7 * 900
+    box.evaluate("box => { box.scrollTop = box.scrollHeight; }")
+    assert canvas.bounding_box() == place
+    page.mouse.move(place["x"] + place["width"] / 2, place["y"] + place["height"] - 16)  # the last lane
+    expect(page.locator("#tip")).to_contain_text("worker59")
 
 
 def test_runs_are_laid_over_each_other_and_seeds_become_a_mean_with_its_range(tmp_path, opened):

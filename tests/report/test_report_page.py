@@ -99,6 +99,11 @@ def test_runs_that_differ_in_their_seed_only_are_one_experiment(tmp_path):
     assert set(differ) == {"run.seed", "trainer.lr"} and differ["run.seed"] == ["1", "2", "1"]
 
 
+def test_a_run_of_defaults_has_only_settings_that_are_the_default(tmp_path):
+    data = data_of(written(make_run(tmp_path, "grpo")))
+    assert [row for row in data["settings"] if row["values"] != [row["default"]]] == []
+
+
 def test_the_command_compares_runs_in_a_file_of_its_own(tmp_path, capsys):
     runs = [make_run(tmp_path, "a"), make_run(tmp_path, "b")]
     out = tmp_path / "both.html"

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from mindspeed_asyncflow.observe import trace
 from mindspeed_asyncflow.observe.ledger import Ledger
 from mindspeed_asyncflow.observe.report import answers, curves, lanes
 from mindspeed_asyncflow.observe.report.histograms import binned, read_lags, read_lengths
@@ -98,6 +99,16 @@ def test_lanes_begin_with_the_steps_in_the_middle(folder):
     assert found.rows == ["rollout0", "trainer0"] and len(found.bars) == 2 * STEPS
     assert found.window == (2_000_000, 5_000_000)
     assert found.bars[1] == (1, found.names.index("trainer/work"), 500_000, 500_000, 0, found.details.index("step=0"))
+
+
+def test_lanes_stand_in_the_order_of_their_numbers(folder):
+    for number in (10, 2):
+        tracer = trace.Tracer(folder.trace, f"rollout{number}")
+        with tracer.span("x", lane=f"rollout{number}"):
+            pass
+        tracer.close()
+    found = lanes.read_lanes(folder.trace, curves.Curves([], [], {}), [])
+    assert found.rows == ["rollout0", "rollout2", "rollout10", "trainer0"]
 
 
 def test_lanes_without_steps_begin_with_everything(folder):

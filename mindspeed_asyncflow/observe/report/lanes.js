@@ -41,8 +41,14 @@
   const at = (pixel) => view[0] + ((pixel - left) / (canvas.clientWidth - left)) * (view[1] - view[0]);
   const colorOf = (name) => (lane.names.length > COLORS ? Math.min(name, COLORS - 1) : name);
 
+  const above = (place) => TOP + ROW * place - box.scrollTop;
+
+  // The canvas is as high as what is seen of it, and stays in place while the lanes scroll under the time axis.
   function draw() {
-    const width = box.clientWidth, height = TOP + ROW * Math.max(1, rows.size) + 4, scale = devicePixelRatio || 1;
+    const full = TOP + ROW * Math.max(1, rows.size) + 4, width = box.clientWidth, scale = devicePixelRatio || 1;
+    const height = Math.min(full, Math.max(200, Math.round(innerHeight * 0.7)));
+    box.style.maxHeight = height + "px";
+    byId("laneRest").style.height = full - height + "px";
     left = Math.min(190, Math.max(118, width * 0.2));
     canvas.style.height = height + "px";
     canvas.width = Math.round(width * scale);
@@ -55,12 +61,13 @@
     pen.font = "12px " + getComputedStyle(document.body).fontFamily;
     pen.textBaseline = "middle";
     const sx = (t) => left + ((t - view[0]) / (view[1] - view[0])) * (width - left);
-    grid(pen, width, height, sx, ink);
+    times(pen, width, height, sx, ink);
     pen.save();
     pen.beginPath();
-    pen.rect(left, TOP, width - left, height - TOP);
+    pen.rect(0, TOP, width, height - TOP);
     pen.clip();
-    bars(pen, sx, width, colors);
+    labels(pen, width, height, ink);
+    bars(pen, sx, width, height, colors);
     pen.restore();
     if (drag) {
       pen.globalAlpha = 0.18;
@@ -70,15 +77,21 @@
     }
   }
 
-  function grid(pen, width, height, sx, ink) {
+  function line(pen, x0, y0, x1, y1) {
+    pen.beginPath();
+    pen.moveTo(x0, y0);
+    pen.lineTo(x1, y1);
+    pen.stroke();
+  }
+
+  function times(pen, width, height, sx, ink) {
     const unit = view[1] - view[0] > 1e6 ? 1e6 : 1e3;
     pen.strokeStyle = ink("--rule");
     pen.fillStyle = ink("--soft");
     pen.textAlign = "center";
-    const line = (x0, y0, x1, y1) => { pen.beginPath(); pen.moveTo(x0, y0); pen.lineTo(x1, y1); pen.stroke(); };
     for (const v of ticks(view[0] / unit, view[1] / unit, width > 700 ? 8 : 4)) {
       const x = sx(v * unit);
-      line(x, TOP, x, height);
+      line(pen, x, TOP, x, height);
       if (x < width - 24 && x > left + 10) pen.fillText(`${+v.toPrecision(9)} ${unit === 1e6 ? "s" : "ms"}`, x, 8);
     }
     const marks = lane.marks.filter(([t]) => t >= view[0] && t <= view[1]);
@@ -87,33 +100,40 @@
       pen.strokeStyle = ink("--soft");
       let free = -Infinity;
       for (const [t, step] of marks) {
-        line(sx(t), TOP - 6, sx(t), height);
+        line(pen, sx(t), TOP - 6, sx(t), height);
         if (sx(t) > free && sx(t) < width - 70) { pen.textAlign = "left"; pen.fillText(`step ${step} done`, sx(t) + 3, 20); free = sx(t) + 90; }
       }
       pen.setLineDash([]);
     }
+  }
+
+  function labels(pen, width, height, ink) {
     pen.textAlign = "right";
     pen.strokeStyle = ink("--rule");
+    pen.fillStyle = ink("--ink");
     for (const [index, place] of rows) {
+      const y = above(place);
+      if (y < TOP - ROW || y > height) continue;
       let label = lane.rows[index];
       while (label.length > 4 && pen.measureText(label).width > left - 12) label = label.slice(0, -2) + "…";
-      pen.fillStyle = ink("--ink");
-      pen.fillText(label, left - 8, TOP + ROW * place + ROW / 2);
-      line(0, TOP + ROW * (place + 1), width, TOP + ROW * (place + 1));
+      pen.fillText(label, left - 8, y + ROW / 2);
+      line(pen, 0, y + ROW, width, y + ROW);
     }
   }
 
-  function bars(pen, sx, width, colors) {
+  function bars(pen, sx, width, height, colors) {
     hits = [];
     const last = new Map(); // row and depth -> pixel that is full: what is thinner than a pixel is drawn once
     for (const bar of lane.bars) {
       const [row, name, start, length, depth] = bar;
       if (start + length < view[0] || start > view[1] || !rows.has(row)) continue;
+      const top = above(rows.get(row));
+      if (top < TOP - ROW || top > height) continue;
       const x = Math.max(sx(start), left), to = Math.max(Math.min(sx(start + length), width), x + 1);
       const key = row * 8 + Math.min(depth, 7);
       if (to <= last.get(key)) continue;
       last.set(key, Math.ceil(to));
-      const inset = 2 + 3 * Math.min(depth, 2), y = TOP + ROW * rows.get(row) + inset;
+      const inset = 2 + 3 * Math.min(depth, 2), y = top + inset;
       pen.globalAlpha = only === null || only === name ? 0.9 : 0.12;
       pen.fillStyle = colors[colorOf(name)];
       pen.fillRect(x, y, to - x, ROW - 2 * inset);
@@ -144,7 +164,7 @@
       drag.to = Math.max(left, Math.min(x, canvas.clientWidth));
       return draw();
     }
-    const hit = hits.findLast(([x0, x1, y0, y1]) => x >= x0 - 1 && x <= x1 + 1 && y >= y0 && y <= y1);
+    const hit = hits.findLast(([x0, x1, y0, y1]) => x >= x0 - 1 && x <= x1 + 1 && y >= Math.max(y0, TOP) && y <= y1);
     if (!hit) return tell(event, "");
     const [row, name, start, length, , detail] = hit[4];
     tell(event, `${lane.names[name]}\n${lane.rows[row]}\n${show(length / 1e3)} ms from ${(start / 1e6).toFixed(3)} s\n${lane.details[detail]}`.trim());
@@ -158,6 +178,7 @@
   });
   canvas.addEventListener("pointercancel", () => { drag = null; draw(); });
   canvas.addEventListener("pointerleave", () => tell(null, ""));
+  box.addEventListener("scroll", draw);
   canvas.addEventListener("dblclick", () => look(...whole));
   canvas.addEventListener("wheel", (event) => {
     if (!event.ctrlKey && !event.shiftKey) return;

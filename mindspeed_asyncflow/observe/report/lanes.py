@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,6 @@ from mindspeed_asyncflow.observe.report.curves import Curves
 from mindspeed_asyncflow.observe.trace import read_events, sub_lane
 
 MOST_BARS = 30_000
-MOST_ROWS = 600  # a canvas has a largest height
 FIRST_STEPS = 3  # shown at first: these, in the middle of the run
 
 
@@ -40,10 +40,7 @@ def read_lanes(folder: Path, curves: Curves, missing: list[str]) -> Lanes:
         spans = [e for e in spans if e["dur_us"] > longest]
     begin = spans[0]["start_us"]
     placed = _placed(spans)
-    keys = sorted({key for key, _, _ in placed})
-    if len(keys) > MOST_ROWS:
-        missing.append(f"lanes: only {MOST_ROWS} of {len(keys)} are drawn; all are in trace/")
-        keys = keys[:MOST_ROWS]
+    keys = sorted({key for key, _, _ in placed}, key=lambda key: (_counted(key[0]), _counted(key[1]), key[2]))
     rows = {key: i for i, key in enumerate(keys)}
     took: dict[str, int] = {}
     for e in spans:
@@ -52,10 +49,9 @@ def read_lanes(folder: Path, curves: Curves, missing: list[str]) -> Lanes:
     details: dict[str, int] = {}
     bars = []
     for key, depth, e in placed:
-        if key in rows:
-            detail = " ".join(f"{k}={v}" for k, v in e["args"].items())
-            index = details.setdefault(detail, len(details))
-            bars.append((rows[key], names[e["name"]], e["start_us"] - begin, e["dur_us"], depth, index))
+        detail = " ".join(f"{k}={v}" for k, v in e["args"].items())
+        index = details.setdefault(detail, len(details))
+        bars.append((rows[key], names[e["name"]], e["start_us"] - begin, e["dur_us"], depth, index))
     marks = [(int(t * 1e6) - begin, step) for step, t in zip(curves.steps, curves.times)]
     end = max(start + length for _, _, start, length, _, _ in bars)
     return Lanes(
@@ -72,6 +68,11 @@ def _placed(spans: Sequence[dict[str, Any]]) -> list[tuple[tuple[str, str, int],
         level = sub_lane(levels, e["start_us"], e["dur_us"])
         placed.append(((e["process"], e["lane"], level), len(levels[level]) - 1, e))
     return placed
+
+
+def _counted(name: str) -> list[tuple[str, int]]:
+    """Puts rollout2 before rollout10."""
+    return [(word, int(digits or -1)) for word, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _label(process: str, lane: str, level: int) -> str:

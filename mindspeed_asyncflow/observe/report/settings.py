@@ -53,9 +53,12 @@ def settings_table(runs: Sequence[Mapping[str, Any]]) -> list[Setting]:
     here = dict.fromkeys(key for run in runs for key in run)
     rows = []
     for key in [*(k for k in docs if k in here), *(k for k in here if k not in docs)]:
-        values = [shown(run[key]) if key in run else _ABSENT for run in runs]
         doc = docs.get(key)
-        rows.append(Setting(key, values, shown(doc.default) if doc else _ABSENT, doc.description if doc else ""))
+        default, text = (doc.default, shown(doc.default)) if doc else (None, _ABSENT)
+        values = [  # 256 and 256.0 are one value
+            _ABSENT if key not in run else text if doc and run[key] == default else shown(run[key]) for run in runs
+        ]
+        rows.append(Setting(key, values, text, doc.description if doc else ""))
     return rows
 
 
