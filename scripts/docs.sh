@@ -13,7 +13,7 @@ esac
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 base=$(realpath "${ASYNCFLOW_VENV:-$root/.venv}")
-venv=$root/.cache/docs
+venv=$(realpath -m "$root/.cache/docs")
 pins=$root/scripts/requirements/docs.txt
 log=$root/.cache/docs.log
 stamp=$({ echo "$base" "$venv"; cat "$pins"; } | sha256sum | cut -c1-16)
