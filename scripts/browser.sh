@@ -3,18 +3,21 @@
 # .venv, npm and node.
 #
 #   bash scripts/browser.sh && bash scripts/test.sh tests/report
+#
+#   ASYNCFLOW_BROWSER  where it lies (default: .cache/browser of the project); empty: none is wanted
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 base=$(realpath "${ASYNCFLOW_VENV:-$root/.venv}")
-home=$root/.cache/browser
-log=$root/.cache/browser.log
+home=${ASYNCFLOW_BROWSER-$root/.cache/browser}
+log=$home.log
 pins=$root/scripts/requirements/browser.txt
 package=@sparticuz/chromium@153.0.0 # a headless Chromium inside the package; others fetch theirs from elsewhere
 digest=20e5656fcdcf4118ede85edfb9d6bb9cc1bbb7ffb8b75622fffbcf36a835c3c0
 stamp=$({ echo "$base" "$digest"; cat "$pins"; } | sha256sum | cut -c1-16)
 
-mkdir -p "$root/.cache"
+[[ $home ]] || exit 0
+mkdir -p "$(dirname "$home")"
 exec 9>"$home.lock"
 flock --timeout 600 9 || { echo "[set-up] another set-up of the browser did not end in 10 minutes" >&2; exit 1; }
 grep -qxs "$stamp" "$home/stamp" && exit 0
@@ -47,6 +50,7 @@ CONF
     rm -r package ./*.tgz ./*.tar
     timeout 300 "$base/bin/python" -m pip install --quiet --no-deps --no-compile --disable-pip-version-check \
         --target site -r "$pins"
+    [[ -f site/playwright/sync_api/__init__.py ]]
     PYTHONPATH=site "$base/bin/python" -c 'import playwright.sync_api'
 } >"$log" 2>&1
 echo "$stamp" >stamp

@@ -11,7 +11,7 @@ import pytest
 
 from tests.report.runs import make_run
 
-BROWSER = Path(__file__).parents[2] / ".cache/browser"
+BROWSER = Path(os.environ.get("ASYNCFLOW_BROWSER", Path(__file__).parents[2] / ".cache/browser"))
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ class SetUp:
             "ASYNCFLOW_VENV": str(self.venv),
             "ASYNCFLOW_PYTHON": str(self.python),
             "ASYNCFLOW_KERNEL_TOOLS": str(folder / "kernels"),  # not those of the project, which would be made anew
+            "ASYNCFLOW_BROWSER": "",
             "STUB_LOG": str(self.log),
         }
 
