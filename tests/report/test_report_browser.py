@@ -136,7 +136,7 @@ def test_runs_are_laid_over_each_other_and_seeds_become_a_mean_with_its_range(tm
     reward = page.locator("#figures figure", has_text="Reward").first
     assert reward.locator("path.ln[d*=L]").count() >= 2
     page.check("#bySeed")
-    assert reward.locator("polygon.range").count() == 1
+    assert reward.locator("polygon.range").count() == 2  # sampled and held-out
     box = reward.locator("svg[role=img]").bounding_box()
     page.mouse.move(box["x"] + 54 + (box["width"] - 66) * 8 / STEPS, box["y"] + 60)
     assert "sampled: 0.5 (0.3333 to 0.6667)" in page.locator("#tip").inner_text()

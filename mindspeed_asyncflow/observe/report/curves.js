@@ -16,21 +16,24 @@ function linesOf(figure, how) {
   const names = Object.keys(labels), lines = [];
   const several = RUNS.length > 1;
   const groups = how.bySeed ? [...new Set(RUNS.map((r) => r.experiment))].map((e) => RUNS.filter((r) => r.experiment === e)) : RUNS.map((r) => [r]);
+  const whose = (runs) => (several ? runs[0].name + (runs.length > 1 ? ` and ${runs.length - 1} more: ` : ": ") : "");
   groups.forEach((group, g) => {
     names.forEach((name, n) => {
       const has = group.filter((r) => r.values[name] && r.values[name].some((v) => v !== null));
       if (!has.length) return;
-      const who = several ? (has.length > 1 ? `${has[0].name} and ${has.length - 1} more: ` : `${has[0].name}: `) : "";
-      const line = { label: who + labels[name], color: (several ? g : n) % COLORS, dash: several ? n : 0 };
-      if (has.length > 1) lines.push({ ...line, ...overSeeds(has, name, how) });
+      const line = { label: whose(has) + labels[name], color: (several ? g : n) % COLORS, dash: several ? n : 0 };
+      const smooth = (y) => (how.smooth > 1 ? movingMean(y, how.smooth) : y);
+      if (has.length > 1) lines.push({ ...line, ...overSeeds(has.map((run) => ({ x: run.steps, y: smooth(run.values[name]) }))) });
       else lines.push(...ofOne(has[0], has[0].values[name], line, how));
     });
-    if (options.heldout) {
-      for (const run of group.filter((r) => r.heldout.points.length)) {
-        const points = run.heldout.points;
-        const x = points.map(([version]) => (how.axis === "time" ? timeOfVersion(run, version) : version));
-        lines.push({ label: (several ? run.name + ": " : "") + run.heldout.label, color: (several ? g : 1) % COLORS, dash: several ? 1 : 0, x, y: points.map((p) => p[1]), dots: true });
-      }
+    const tested = options.heldout ? group.filter((run) => run.heldout.points.length) : [];
+    if (tested.length) {
+      const found = tested.map(({ heldout, ...run }) => ({
+        x: heldout.points.map(([version]) => (how.axis === "time" ? timeOfVersion(run, version) : version)),
+        y: heldout.points.map(([, mean]) => mean),
+      }));
+      const line = { label: whose(tested) + tested[0].heldout.label, color: (several ? g : 1) % COLORS, dash: several ? 1 : 0, dots: true };
+      lines.push({ ...line, ...(tested.length > 1 ? overSeeds(found) : found[0]) });
     }
   });
   return lines;
@@ -48,11 +51,10 @@ function ofOne(run, y, line, how) {
   return [{ ...line, x, y, faint: true }, { ...line, x, y: movingMean(y, how.smooth) }];
 }
 
-function overSeeds(runs, name, how) {
+function overSeeds(found) {
   const at = new Map();
-  for (const run of runs) {
-    const y = how.smooth > 1 ? movingMean(run.values[name], how.smooth) : run.values[name];
-    run.steps.forEach((step, i) => {
+  for (const { x, y } of found) {
+    x.forEach((step, i) => {
       if (y[i] === null) return;
       if (!at.has(step)) at.set(step, []);
       at.get(step).push(y[i]);
