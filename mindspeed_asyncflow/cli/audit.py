@@ -66,8 +66,8 @@ def audit_run(path: Path) -> Audit:
 
 def _folder(path: Path) -> RunFolder:
     folder = RunFolder(path)
-    if not folder.config.is_file():
-        raise ConfigError(f"{path} is no run folder: it has no config.yaml")
+    if not folder.config.is_file() or not folder.config.stat().st_size:
+        raise ConfigError(f"{path} is no run folder: it has no config.yaml, or an empty one")
     return folder
 
 

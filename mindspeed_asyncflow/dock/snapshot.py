@@ -133,7 +133,10 @@ def frozen(dock: DockClient, timeout_s: float) -> Iterator[None]:
         except DockError:
             late.append(pair.address)
     if late:
-        raise DockError(f"the dock was frozen for longer than {timeout_s:g} s and went on by itself: {', '.join(late)}")
+        raise DockError(
+            f"the dock went on by itself, as it was frozen for longer than {timeout_s:g} s or a pair was started again: "
+            f"{', '.join(late)}"
+        )
 
 
 # -- out ---------------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ class _Launch:
         try:
             await session.start(say)
             if self.begins.again:
-                say("going back to the checkpoint")
+                say("going back to the checkpoint" if checkpoint else "beginning again")
                 await session.restore(checkpoint, self.begins.undo)
             await session.prepare(say)
             say("training the first batch")

@@ -215,7 +215,9 @@ class Saving(Starting):
         own = checkpoint is not None and checkpoint.parent == self.folder.checkpoints
         with self.recorder.metrics.closed():  # those of another run are not in this folder
             self.folder.cut_back(found["marks"] if found and own else {}, self.resumed.version)
-        self.folder.config.write_text(config := dump_resolved(self.config), encoding="utf-8")
+        config = dump_resolved(self.config)
+        if config != self.folder.config.read_text(encoding="utf-8"):  # in place: the lock of the folder is on this file
+            self.folder.config.write_text(config, encoding="utf-8")
         which = {"version": self.resumed.version, "checkpoint": checkpoint.name if checkpoint else ""}
         self.events.note("resumed", config=config, ledger=found["ledger"] if found else 0, **which)
         if found is None:

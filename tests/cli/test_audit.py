@@ -73,6 +73,9 @@ def test_the_story_of_one_prompt_is_told_and_one_that_was_never_issued_is_refuse
 def test_folders_without_a_run_or_a_ledger_are_told_apart(tmp_path, capsys):
     assert main(["audit", str(tmp_path)]) == 2
     assert "is no run folder" in capsys.readouterr().err
+    RunFolder(tmp_path).config.touch()  # as a full disk leaves it: its settings would be the defaults
+    assert main(["audit", str(tmp_path)]) == 2
+    assert "or an empty one" in capsys.readouterr().err
     RunFolder(tmp_path).config.write_text(dump_resolved(Config()), encoding="utf-8")
     assert main(["audit", str(tmp_path)]) == 1
     assert "there is no ledger" in capsys.readouterr().err
