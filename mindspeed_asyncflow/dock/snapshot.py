@@ -134,7 +134,7 @@ def frozen(dock: DockClient, timeout_s: float) -> Iterator[None]:
             late.append(pair.address)
     if late:
         raise DockError(
-            f"the dock went on by itself, as it was frozen for longer than {timeout_s:g} s or a pair was started again: "
+            f"the dock went on by itself, as it was frozen for longer than {timeout_s:g} s or a pair started again: "
             f"{', '.join(late)}"
         )
 
