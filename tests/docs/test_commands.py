@@ -95,7 +95,7 @@ def run_all(script: str, folder, seconds: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", scripts("cpu", long=False))
 def test_commands_for_cpus_run_as_printed(script, project):
-    run_all(script, project, seconds=600)
+    run_all(script, project, seconds=1200)
 
 
 @pytest.mark.nightly
