@@ -214,7 +214,7 @@ def _replica_node(config: Config, machine: Machine) -> Iterator[Raw]:
             "warning" if machine.assumed else "error",
             ("rollout.tensor_parallel", "cluster.devices_per_node"),
             f"a replica of {size} devices lies across nodes of {per_node}; all its processes are started on one node, "
-            "so a run does not start like this; set it to {per_node} or less",
+            f"so a run does not start like this; set it to {per_node} or less",
         )
 
 

@@ -55,7 +55,7 @@ from mindspeed_asyncflow.workflow.valuing import Valuing
 from mindspeed_asyncflow.workflow.weight_sync import WeightSync
 
 CANCEL_AGAIN_S = 1.0
-SEAL_S = 5.0  # a pair that does not come back is not waited for longer
+SEAL_S = 2.0  # a pair that does not come back is not waited for longer
 
 
 class Run:
