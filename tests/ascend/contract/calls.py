@@ -65,7 +65,8 @@ def _vllm_of(variable: str) -> str:
 
 def collect(root: Path, folders: Iterable[str] = OURS) -> list[Use]:
     """Every use below `folders` of `root`, in order of file and line."""
-    paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
+    found = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
+    paths = [path for path in found if "migration" not in path.parts]  # names of other programs' settings, no calls
     return read({path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths})
 
 
