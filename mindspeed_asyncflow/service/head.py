@@ -5,6 +5,7 @@ A thread looks, not the event loop: the main thread may be inside a call that wa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -56,8 +57,11 @@ class HeadWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Nobody looks any more."""
+        """Nobody looks any more. A daemon that was stopped goes on, or ending it through Ray would wait for ever."""
         self._over.set()
+        for pid in self._daemons.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def look(self) -> str:
         """What is wrong with the head; "" where nothing is known to be."""

@@ -45,6 +45,13 @@ def test_a_daemon_is_frozen_only_when_it_stays_stopped(daemon):
     assert f"raylet (process {daemon.pid}) is frozen" in [watch.look() for _ in range(FROZEN_LOOKS)][-1]
 
 
+def test_a_daemon_that_freezes_as_the_run_ends_is_continued_so_that_it_can_be_ended(daemon):
+    watch = HeadWatch({"raylet": daemon.pid, "gcs_server": 2**22 + 1}, answers)
+    _stop(daemon)
+    watch.stop()
+    _until(daemon, lambda state: state != psutil.STATUS_STOPPED)
+
+
 def _stop(daemon):
     daemon.send_signal(signal.SIGSTOP)
     _until(daemon, lambda state: state == psutil.STATUS_STOPPED)
