@@ -38,7 +38,7 @@ def make_run(base: Path, name: str = "t", overrides: tuple[str, ...] = (), gain:
     tracers = [trace.Tracer(run.trace, who, clock_ns=lambda: now[0]) for who in ("rollout0", "trainer0")]
     for step in range(STEPS):
         for tracer in tracers:
-            with tracer.span(f"{tracer.process[:-1]}/work", lane=tracer.process, step=step):
+            with tracer.span(f"{tracer.process[:-1]}/step", lane=tracer.process, step=step):
                 now[0] += 500_000_000
         values = {"reward/mean": gain * step / STEPS, "idle/trainer": 0.1, "staleness/worst_max": 1}
         writer.write(step, values | {"actor/grad_norm": float("nan") if step == 5 else 0.5})

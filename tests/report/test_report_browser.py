@@ -107,7 +107,7 @@ def test_lanes_are_zoomed_by_drag_buttons_and_keys_and_sifted_by_name(folder, op
     page.fill("#laneFilter", "TRAINER")
     assert bars() == STEPS
     canvas.hover(position={"x": box["width"] - 8, "y": 36})
-    assert page.locator("#tip").inner_text().splitlines()[:2] == ["trainer/work", "trainer0"]
+    assert page.locator("#tip").inner_text().splitlines()[:2] == ["trainer/step", "trainer0"]
 
 
 def test_lanes_beyond_the_window_come_by_scrolling_under_the_time_axis(folder, opened, expect):

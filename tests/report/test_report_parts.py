@@ -98,7 +98,7 @@ def test_lanes_begin_with_the_steps_in_the_middle(folder):
     found = lanes.read_lanes(folder.trace, curves.Curves([0, 1, 2, 3, 4], [1, 2, 3, 4, 5], {}), [])
     assert found.rows == ["rollout0", "trainer0"] and len(found.bars) == 2 * STEPS
     assert found.window == (2_000_000, 5_000_000)
-    assert found.bars[1] == (1, found.names.index("trainer/work"), 500_000, 500_000, 0, found.details.index("step=0"))
+    assert found.bars[1] == (1, found.names.index("trainer/step"), 500_000, 500_000, 0, found.details.index("step=0"))
 
 
 def test_lanes_stand_in_the_order_of_their_numbers(folder):
