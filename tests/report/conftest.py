@@ -19,9 +19,12 @@ def folder(tmp_path):
     return make_run(tmp_path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
-    """A headless Chromium; skips where scripts/browser.sh has not brought one."""
+    """A headless Chromium; skips where scripts/browser.sh has not brought one.
+
+    Not of the whole session: while it lives, playwright's event loop counts as running in this thread.
+    """
     if not (BROWSER / "stamp").is_file():
         pytest.skip("no browser: bash scripts/browser.sh")
     sys.path.insert(0, str(BROWSER / "site"))
