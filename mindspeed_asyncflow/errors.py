@@ -85,3 +85,11 @@ class CheckpointError(AsyncFlowError):
 
 class LedgerError(AsyncFlowError):
     """The ledger of a run is missing, damaged, or cannot be written."""
+
+
+class ServiceError(AsyncFlowError):
+    """A request of the service interface cannot be met. `status`: that of its HTTP answer; `code`: one word for it."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code

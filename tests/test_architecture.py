@@ -22,7 +22,8 @@ LAYERS = {
     3: ("reshard", "engines"),
     4: ("workflow",),
     5: ("simulation", "service"),
-    6: ("cli", "__init__", "__main__"),
+    6: ("web",),
+    7: ("cli", "__init__", "__main__"),
 }
 LAYER = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
 
