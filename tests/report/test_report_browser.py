@@ -125,6 +125,7 @@ def test_lanes_beyond_the_window_come_by_scrolling_under_the_time_axis(folder, o
     place = canvas.bounding_box()
     assert place["height"] <= 0.7 * 900
     box.evaluate("box => { box.scrollTop = box.scrollHeight; }")
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")  # it is told of it
     assert canvas.bounding_box() == place
     page.mouse.move(place["x"] + place["width"] / 2, place["y"] + place["height"] - 16)  # the last lane
     expect(page.locator("#tip")).to_contain_text("worker59")
