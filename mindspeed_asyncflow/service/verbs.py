@@ -62,12 +62,12 @@ class CompletionRequest:
     """For the replicas, outside the dock. Unset values are those of the run's `rollout` settings."""
 
     prompt_ids: np.ndarray  # int32 [P]
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None  # unset, or beyond the room: as many as prompt and answer together may have
+    temperature: float | None = None  # 0: the likeliest token
+    top_p: float | None = None
+    top_k: int | None = None  # -1: off
+    seed: int | None = None  # 0 .. 2**63-1; unset: another one each time
+    stop_token_ids: tuple[int, ...] = ()  # besides those that end an answer in the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,19 @@ class CompletionPart:
     index: int  # of the request in the call
     token_ids: np.ndarray  # int32 [l]
     logprobs: np.ndarray  # float32 [l], of the distribution that was sampled from
-    version: int  # policy version that sampled the last of these tokens
-    finish_reason: str | None = None  # stop | length | abort
+    version: int  # policy version that sampled these tokens; at the end of an answer without new ones: that serves
+    finish_reason: str | None = None  # stop | length
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What somebody needs to know to ask the replicas. The name is that of /v1/models."""
+
+    name: str
+    tokenizer: Any  # of transformers, with the run's chat template
+    max_model_len: int  # tokens of prompt and answer together
+    stop_token_ids: tuple[int, ...]  # they end an answer, and are no part of its text
+    version: int  # newest policy version that is published; -1: none yet
 
 
 class Verbs(Protocol):
@@ -153,6 +164,6 @@ class Verbs(Protocol):
         """Answers by the newest weights of whichever replica has most room. Closing the iterator ends them."""
         ...
 
-    async def tokenizer(self, tenant: str) -> Any:
-        """The run's tokenizer (transformers), and its longest sequence in tokens as `max_model_len`: a pair."""
+    async def model(self, tenant: str) -> ServedModel:
+        """Raises `ServiceError` 503 before the engines are initialised."""
         ...
