@@ -21,6 +21,7 @@ from mindspeed_asyncflow.service.verbs import (
     CompletionRequest,
     Experience,
     Prompt,
+    ServedModel,
     TrajectoryGroup,
 )
 
@@ -239,10 +240,11 @@ class FakeVerbs:
         done = 0
         try:
             for index, request in enumerate(requests):
-                for token in range(7, 7 + request.max_tokens):
+                most = request.max_tokens or MAX_MODEL_LEN - len(request.prompt_ids)
+                for token in range(7, 7 + most):
                     await asyncio.sleep(0)
                     end = "stop" if token in request.stop_token_ids else None
-                    end = end or ("length" if token == 6 + request.max_tokens else None)
+                    end = end or ("length" if token == 6 + most else None)
                     ids, logprobs = np.array([token], np.int32), np.array([-0.25], np.float32)
                     yield CompletionPart(index, ids, logprobs, self.version, end)
                     if end:
@@ -252,11 +254,12 @@ class FakeVerbs:
             if done < len(requests):
                 self.completed.set()
 
-    async def tokenizer(self, tenant: str) -> Any:
+    async def model(self, tenant: str) -> ServedModel:
         self._own(tenant)
         if self._tokenizer is None:
             self._tokenizer = make_char_tokenizer()
-        return self._tokenizer, MAX_MODEL_LEN
+        stops = (int(self._tokenizer.eos_token_id),)
+        return ServedModel("policy", self._tokenizer, MAX_MODEL_LEN, stops, self.version)
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
