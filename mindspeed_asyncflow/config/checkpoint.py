@@ -35,6 +35,10 @@ FREE_KEYS = {
         *("schedule", "lend", "update", "keep_versions", "relay", "relay_delta", "lanes", "repack_below", "overlap"),
         *("probe_answers", "watchdog_s", "start_timeout_s"),
     },
+    "service": {
+        *("weight_sync", "client_timeout_s", "call_timeout_s", "linger_s", "max_queued", "tenant_rows", "tenant_mb"),
+        *("max_body_mb", "completions_share", "completions_waiting"),
+    },
 }
 
 

@@ -20,6 +20,7 @@ from mindspeed_asyncflow.config import (
     rules_turns,
     rules_unused,
     schedules,
+    service,
 )
 from mindspeed_asyncflow.config.machine import Machine
 from mindspeed_asyncflow.config.model import describe
@@ -46,7 +47,7 @@ def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = No
     rules = (
         *(learning.rules, rules_critic.rules, _batches, rules_data.rules),
         *(_rollout, _trainer, schedules.rules, rules_turns.rules, rules_evaluation.rules),
-        *(rules_placement.rules, rules_transfer.rules, rules_unused.rules, mindspeed.rules),
+        *(rules_placement.rules, rules_transfer.rules, rules_unused.rules, mindspeed.rules, service.rules),
     )
     settled = config
     if not feasibility.on_npu(config, machine):  # `auto` is decided by the machine

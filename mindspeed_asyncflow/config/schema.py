@@ -16,6 +16,7 @@ from mindspeed_asyncflow.config.intake import DataConfig, EvaluationConfig, Rewa
 from mindspeed_asyncflow.config.mindspeed import MindSpeedConfig
 from mindspeed_asyncflow.config.placement import PlacementConfig
 from mindspeed_asyncflow.config.section import Section
+from mindspeed_asyncflow.config.service import ServiceConfig
 
 
 class RunConfig(Section):
@@ -208,6 +209,7 @@ class Config(Section):
     observe: ObserveConfig = ObserveConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     faults: FaultsConfig = FaultsConfig()
+    service: ServiceConfig = ServiceConfig()
     cluster: ClusterConfig = ClusterConfig()
     workload: WorkloadConfig = WorkloadConfig()
     simulation: SimulationConfig = SimulationConfig()
