@@ -20,7 +20,7 @@ from mindspeed_asyncflow.data.prompts import PromptSet
 from mindspeed_asyncflow.data.sources import make_sources
 from mindspeed_asyncflow.data.stream import PromptStream
 from mindspeed_asyncflow.data.tokenizers import load_tokenizer
-from mindspeed_asyncflow.engines.megatron.schedule import learning_rate
+from mindspeed_asyncflow.engines.training import learning_rate
 
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 PROBE_STEPS = 5

@@ -26,15 +26,17 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mindspeed_asyncflow.config.parallel import check_parallel
 from mindspeed_asyncflow.config.schema import TrainerConfig
+from mindspeed_asyncflow.engines.checkpoint import Checkpointer
 from mindspeed_asyncflow.engines.megatron import collect, world
 from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
 from mindspeed_asyncflow.engines.megatron.bridges import make_bridge
-from mindspeed_asyncflow.engines.megatron.checkpoint import Checkpointer
 from mindspeed_asyncflow.engines.megatron.export import plan_export
 from mindspeed_asyncflow.engines.megatron.feed import RankBatch, make_rank_batches
 from mindspeed_asyncflow.engines.megatron.optim import GradientStep, make_optimizer, wrap_data_parallel
+from mindspeed_asyncflow.engines.megatron.optim_state import MegatronState
 from mindspeed_asyncflow.engines.megatron.shards import named_weights, trainer_layout
 from mindspeed_asyncflow.engines.megatron.state import Leftovers, state_by_kind
+from mindspeed_asyncflow.engines.training import join_world, merge_metrics
 from mindspeed_asyncflow.observe.checkpoints import SavedFile
 from mindspeed_asyncflow.platforms import modules
 from mindspeed_asyncflow.platforms.ports import HeldPort
@@ -76,7 +78,7 @@ class MegatronEngine(abc.ABC):
         self.platform = bootstrap(platform, trainer.threads)
         self.platform.apply_features(trainer.mindspeed)
         self.device = self.platform.device()
-        self._joined = world.join_world(
+        self._joined = join_world(
             self.platform,
             rank=rank,
             world_size=world_size,
@@ -102,8 +104,9 @@ class MegatronEngine(abc.ABC):
         self.step = GradientStep(trainer, self.models, make_optimizer(trainer, torch_dtype, self.models))
         self.layout = trainer_layout(self.model, trainer)
         weights = named_weights(self.bridge, self.chunks)
+        trained = MegatronState(self.step)
         self._checkpointer = Checkpointer(
-            self.platform, self.layout, rank, weights, self.step, model_folder=model_folder, timeout_s=timeout_s
+            self.platform, self.layout, rank, weights, trained, model_folder=model_folder, timeout_s=timeout_s
         )
         self.plan = plan_export(self.bridge, self.chunks)
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
@@ -125,7 +128,7 @@ class MegatronEngine(abc.ABC):
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         outputs = self._run(micro_batches, self._loss, forward_only=False)
-        return self._from_last_stage(collect.merge_metrics(outputs))
+        return self._from_last_stage(merge_metrics(outputs))
 
     def optim_step(self, denominator: float) -> OptimReport:
         return self.step.apply(denominator, self.bridge, self.plan)

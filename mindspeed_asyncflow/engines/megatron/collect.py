@@ -3,28 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-
-def merge_metrics(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Metrics of several micro-batches: `_max` and `_min` keep the extreme, `_sum` and `_count` add up."""
-    keys = sorted({key for part in parts for key in part})
-    out = {}
-    for key in keys:
-        values = torch.stack([part[key].detach().double().reshape(()) for part in parts if key in part])
-        if key.endswith("_max"):
-            out[key] = float(values.max())
-        elif key.endswith("_min"):
-            out[key] = float(values.min())
-        elif key.endswith(("_sum", "_count")):
-            out[key] = float(values.sum())
-        else:
-            raise ValueError(f"metric {key!r}: the name must end in _sum, _count, _max or _min")
-    return out
 
 
 def broadcast_numbers(numbers: dict[str, float], source: int, group: Any, device: torch.device) -> dict[str, float]:

@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from mindspeed_asyncflow.config.schema import TrainerConfig
 from mindspeed_asyncflow.engines.megatron.collect import extreme
 from mindspeed_asyncflow.engines.megatron.export import ExportEntry, global_name
-from mindspeed_asyncflow.engines.megatron.schedule import learning_rate
+from mindspeed_asyncflow.engines.training import learning_rate
 from mindspeed_asyncflow.errors import EngineError
 from mindspeed_asyncflow.records import OptimReport
 

@@ -6,26 +6,50 @@ The distributed optimizer of a rank owns a flat range of a parameter, the others
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from mindspeed_asyncflow.engines.checkpoint import Share, random_state_of, random_text
+from mindspeed_asyncflow.engines.megatron.optim import GradientStep
 from mindspeed_asyncflow.errors import EngineError
 
-MASTER = "master"
 
+class MegatronState:
+    """What a rank has of training beside its weights, for `Checkpointer`: megatron's optimizer and random states."""
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What this rank's optimizer has of one parameter."""
+    def __init__(self, step: GradientStep) -> None:
+        self._step = step
 
-    name: str  # of the parameter
-    start: int  # first element of the range, in the flat parameter
-    main: torch.Tensor  # what the optimizer steps on: the parameter, a range of it, or a float32 copy of either
-    copied: bool  # it is a copy
-    state: dict[str, Any]  # moments by name; empty before the first step
-    sharded: bool  # over data-parallel ranks
+    @property
+    def applied(self) -> int:
+        return self._step.applied
+
+    @applied.setter
+    def applied(self, steps: int) -> None:
+        self._step.applied = steps
+
+    def shares(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Share]:
+        return shares(self._step.optimizer, weights)
+
+    def steps_taken(self) -> int:
+        return steps_taken(self._step.optimizer)
+
+    def set_steps_taken(self, steps: int) -> None:
+        set_steps_taken(self._step.optimizer, steps)
+
+    def random_state(self) -> dict[str, Any]:
+        tracked = {name: random_text(state) for name, state in get_cuda_rng_tracker().get_states().items()}
+        return {"torch": random_text(torch.get_rng_state()), "tracker": tracked}
+
+    def restore_random(self, saved: Mapping[str, Any]) -> None:
+        torch.set_rng_state(random_state_of(saved["torch"]))
+        own = get_cuda_rng_tracker().get_states()
+        found = {name: random_state_of(text) for name, text in saved.get("tracker", {}).items()}
+        # generators of CPU and NPU have states of different sizes: what the other platform saved says nothing here
+        if found.keys() == own.keys() and all(len(found[name]) == len(own[name]) for name in own):
+            get_cuda_rng_tracker().set_states(found)
 
 
 def shares(optimizer: Any, weights: Mapping[str, torch.Tensor]) -> Iterator[Share]:

@@ -19,7 +19,8 @@ def _serve(rank: int, world: int, meet: Any, pipe: Any) -> None:
     from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
 
     platform = bootstrap("cpu")
-    from mindspeed_asyncflow.engines.megatron.world import join_world, leave_world
+    from mindspeed_asyncflow.engines.megatron.world import leave_world
+    from mindspeed_asyncflow.engines.training import join_world
 
     pipe.send(("ready", None))
     while (job := pipe.recv()) is not None:

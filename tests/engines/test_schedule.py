@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from mindspeed_asyncflow.config.schema import TrainerConfig
-from mindspeed_asyncflow.engines.megatron.schedule import learning_rate
+from mindspeed_asyncflow.engines.training import learning_rate
 
 
 def rates(decay, steps=10, warmup=4):

@@ -5,7 +5,8 @@
     finish  what was written, as soon as it is on the disk
 
 Kept are weights, float32 master weights, moments, the number of applied steps (of which the learning rate is a
-function) and random states. Files name boxes of full tensors, so other sizes of TP, PP, EP and DP can load them.
+function) and random states. Files name boxes of full tensors, so other sizes of TP, PP, EP and DP can load them. What
+an optimizer remembers, and where, is the engine's: `Trained`.
 """
 
 from __future__ import annotations
@@ -14,17 +15,14 @@ import base64
 import functools
 import shutil
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from mindspeed_asyncflow.engines.megatron import optim_state
-from mindspeed_asyncflow.engines.megatron.optim import GradientStep
 from mindspeed_asyncflow.errors import CheckpointError, DeadlineExceeded, EngineError
 from mindspeed_asyncflow.observe.checkpoints import SavedFile, explained, sums
 from mindspeed_asyncflow.platforms.base import Platform
@@ -35,6 +33,45 @@ from mindspeed_asyncflow.reshard.layout import Layout, LocalParam, Segment
 from mindspeed_asyncflow.reshard.state_files import WEIGHT, Piece, StateFiles, file_name, write_rank
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+MASTER = "master"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank's optimizer has of one parameter."""
+
+    name: str  # of the parameter
+    start: int  # first element of the range, in the flat parameter
+    main: torch.Tensor  # what the optimizer steps on: the parameter, a range of it, or a float32 copy of either
+    copied: bool  # it is a copy
+    state: dict[str, Any]  # moments by name; empty before the first step
+    sharded: bool  # over data-parallel ranks
+
+
+class Trained(Protocol):
+    """What one rank has of training beside its weights."""
+
+    applied: int  # optimizer steps; the learning rate is a function of it
+
+    def shares(self, weights: Mapping[str, torch.Tensor]) -> Iterable[Share]:
+        """One for each parameter of which this rank has state, in the order of `weights` (by name)."""
+        ...
+
+    def steps_taken(self) -> int:
+        """By which Adam corrects its moments; 0 before the first step."""
+        ...
+
+    def set_steps_taken(self, steps: int) -> None:
+        """After `shares` have got their moments."""
+        ...
+
+    def random_state(self) -> dict[str, Any]:
+        """As JSON."""
+        ...
+
+    def restore_random(self, saved: Mapping[str, Any]) -> None: ...
 
 
 class _Held(NamedTuple):
@@ -85,14 +122,14 @@ class Checkpointer:
         layout: Layout,
         rank: int,
         weights: Mapping[str, torch.Tensor],
-        step: GradientStep,
+        trained: Trained,
         *,
         model_folder: str,
         timeout_s: float,
     ) -> None:
         """`weights`: the rank's parameters by their names in `layout`; those that are not in it (the critic's head) are
         whole on every rank that has them. `timeout_s`: a disk that takes no byte for so long is given up."""
-        self._platform, self._rank, self._step, self._timeout_s = platform, rank, step, timeout_s
+        self._platform, self._rank, self._trained, self._timeout_s = platform, rank, trained, timeout_s
         self._model_folder, self._world = Path(model_folder), layout.world_size
         self._weights = dict(weights)
         known = {param.name: param for param in layout.ranks[rank]}
@@ -121,9 +158,9 @@ class Checkpointer:
         self._platform.synchronize()  # the copies are done
         notes = {
             "world": self._world,
-            "applied_steps": self._step.applied,
-            "adam_steps": optim_state.steps_taken(self._step.optimizer),
-            "random": _random_state(),
+            "applied_steps": self._trained.applied,
+            "adam_steps": self._trained.steps_taken(),
+            "random": self._trained.random_state(),
         }
         named = [self._model_folder / name for name in MODEL_FILES] if self._rank == 0 else []
         beside = [path for path in named if path.is_file()]
@@ -163,11 +200,11 @@ class Checkpointer:
     def _state(self) -> list[_Held]:
         """All that this rank writes."""
         found = [_Held(WEIGHT, name, 0, w.detach()) for name, w in self._weights.items() if name in self._mine]
-        for share in optim_state.shares(self._step.optimizer, self._weights):
+        for share in self._trained.shares(self._weights):
             if not share.sharded and share.name not in self._mine:
                 continue
             if share.copied:
-                found.append(_Held(optim_state.MASTER, share.name, share.start, share.main.detach()))
+                found.append(_Held(MASTER, share.name, share.start, share.main.detach()))
             moments = {kind: value for kind, value in share.state.items() if torch.is_tensor(value)}
             found += [_Held(kind, share.name, share.start, value) for kind, value in moments.items()]
         return found
@@ -205,18 +242,18 @@ class Checkpointer:
         for name, weight in self._weights.items():
             self._fill(files, WEIGHT, name, 0, weight)
         notes = files.notes[0]
-        for share in optim_state.shares(self._step.optimizer, self._weights):
+        for share in self._trained.shares(self._weights):
             if share.copied:
-                self._fill(files, optim_state.MASTER, share.name, share.start, share.main)
+                self._fill(files, MASTER, share.name, share.start, share.main)
             share.state.clear()
             if notes["adam_steps"]:
-                for kind in sorted(files.kinds() - {WEIGHT, optim_state.MASTER}):
+                for kind in sorted(files.kinds() - {WEIGHT, MASTER}):
                     share.state[kind] = torch.empty_like(share.main)
                     self._fill(files, kind, share.name, share.start, share.state[kind])
-        optim_state.set_steps_taken(self._step.optimizer, int(notes["adam_steps"]))
-        self._step.applied = int(notes["applied_steps"])
+        self._trained.set_steps_taken(int(notes["adam_steps"]))
+        self._trained.applied = int(notes["applied_steps"])
         if len(files.notes) == self._world:
-            _restore_random(files.notes[self._rank]["random"])
+            self._trained.restore_random(files.notes[self._rank]["random"])
         self._platform.synchronize()
 
     def _check_model(self, files: StateFiles) -> None:
@@ -264,22 +301,11 @@ def _written_here(layout: Layout, rank: int, params: Mapping[str, LocalParam]) -
     return mine
 
 
-def _random_state() -> dict[str, Any]:
-    tracked = {name: _text(state) for name, state in get_cuda_rng_tracker().get_states().items()}
-    return {"torch": _text(torch.get_rng_state()), "tracker": tracked}
-
-
-def _text(state: torch.Tensor) -> str:
+def random_text(state: torch.Tensor) -> str:
+    """State of a generator for JSON."""
     return base64.b64encode(state.cpu().numpy().tobytes()).decode()
 
 
-def _restore_random(saved: Mapping[str, Any]) -> None:
-    def state(text: str) -> torch.Tensor:
-        return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-    torch.set_rng_state(state(saved["torch"]))
-    own = get_cuda_rng_tracker().get_states()
-    found = {name: state(text) for name, text in saved["tracker"].items()}
-    # generators of CPU and NPU have states of different sizes: what the other platform saved says nothing here
-    if found.keys() == own.keys() and all(len(found[name]) == len(own[name]) for name in own):
-        get_cuda_rng_tracker().set_states(found)
+def random_state_of(text: str) -> torch.Tensor:
+    """The state again, uint8."""
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
