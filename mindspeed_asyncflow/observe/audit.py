@@ -7,6 +7,8 @@
              resume, at the end), and no finished step has left behind what was issued for it
     twice    no sample is trained twice, no group in two steps, none more often trained and dropped than it has samples
     lag      step - version of the oldest token <= workflow.max_lag, older tokens masked (`workflow.stale: mask`)
+    made     a sample that was trained was given to a replica, has tokens, and was scored (a replica or scorer that dies
+             does not take that out of the ledger: it is noted before the next loop may have the sample)
     steps    versions rise by one from 1 on, and nothing is trained in a step that had ended or not begun
 
 What a resume has undone is left out: it was done again, or is open.
@@ -25,8 +27,9 @@ from typing import Any
 from mindspeed_asyncflow.errors import LedgerError
 from mindspeed_asyncflow.observe.ledger import check_format, connect
 
-LAWS = ("order", "lost", "twice", "lag", "steps")
+LAWS = ("order", "lost", "twice", "lag", "made", "steps")
 MOST_NAMED = 20  # per law, in words
+_MADE = (("answered", ""), ("scored", "AND score IS NOT NULL"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,7 @@ def _audit(db: sqlite3.Connection, rules: Rules, prompts: Iterator[tuple[int, in
     _fates(found, book, rules)
     _steps(found, book)
     _lags(found, book, rules)
+    _made(found, book)
     _lost(found, book, rules)
     found.resumes = db.execute("SELECT COUNT(*) FROM note WHERE kind = 'resumed'").fetchone()[0]
     undone = "SELECT COUNT(*) FROM trained JOIN note USING (seq) WHERE undone IS NOT NULL"
@@ -225,6 +229,16 @@ def _lags(found: Audit, book: Book, rules: Rules) -> None:
         "grp, member, oldest, newest, step", "trained", "AND (newest > step OR oldest > newest)"
     ):
         found.wrong["lag"].append(f"sample {group}/{member}: versions {oldest} to {newest} trained in step {step}")
+
+
+def _made(found: Audit, book: Book) -> None:
+    answered, scored = (set(book.rows("DISTINCT grp, member", table, rest)) for table, rest in _MADE)
+    for group, member, step, oldest in book.rows("grp, member, step, oldest", "trained"):
+        lacks = "was given to no replica" if (group, member) not in answered else ""
+        lacks = lacks or ("has no tokens" if oldest < 0 else "")
+        lacks = lacks or ("has no score" if (group, member) not in scored else "")
+        if lacks:
+            found.wrong["made"].append(f"sample {group}/{member} {lacks}, and was trained in step {step}")
 
 
 def _lost(found: Audit, book: Book, rules: Rules) -> None:

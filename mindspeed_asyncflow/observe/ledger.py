@@ -6,8 +6,9 @@ notes into rows and writes them in batches. Nothing is ever deleted: what a resu
     table      a row for
     note       every note: its number, when, its kind, and the number of the resume that undid it
     issued     a prompt group put into the dock; `replaces`: the dropped group that it stands for
-    answered   a sample in a finished round of a replica, which served version `since` when the round began
-    scored     a sample; `score` is null where it got none
+    answered   a sample in a round of a replica, which served version `since` when the round began: it was given the
+               sample, and answered it, or was interrupted or lost
+    scored     a sample; `score` is null where it got none. Also those whose scores a resume found in its checkpoint
     dropped    samples of a group, all that it has left where `samples` is null
     trained    a sample: step (which is the trainer's version), versions of its oldest and newest token, the oldest
                version whose tokens were not masked (null: none were masked), reward
@@ -204,7 +205,7 @@ def _issued(db: sqlite3.Connection, seq: int, f: Mapping[str, Any]) -> None:
     _fill(db, "issued", [(seq, g, f["batch"], *prompt, old) for g, prompt, old in zip(groups, f["prompts"], replaces)])
 
 
-def _generated(db: sqlite3.Connection, seq: int, f: Mapping[str, Any]) -> None:
+def _answering(db: sqlite3.Connection, seq: int, f: Mapping[str, Any]) -> None:
     _fill(db, "answered", [(seq, *row, f["replica"], f["since"]) for row in f["rows"]])
 
 
@@ -231,6 +232,11 @@ def _standing(db: sqlite3.Connection, seq: int, f: Mapping[str, Any]) -> None:
     _fill(db, "standing", [(seq, group) for group in f["open"]])
 
 
+def _restored(db: sqlite3.Connection, seq: int, f: Mapping[str, Any]) -> None:
+    _standing(db, seq, f)
+    _fill(db, "scored", [(seq, *row, score) for row, score in zip(f["rows"], f["scores"])])
+
+
 def _resumed(db: sqlite3.Connection, seq: int, f: Mapping[str, Any]) -> None:
     """What was noted after the checkpoint is undone; what an earlier resume undid after it was taken is not."""
     position = f["ledger"]
@@ -244,13 +250,13 @@ def _data(db: sqlite3.Connection, seq: int, f: Mapping[str, Any]) -> None:
 
 _FORMS: dict[str, Callable[[sqlite3.Connection, int, Mapping[str, Any]], None]] = {
     "issued": _issued,
-    "generated": _generated,
+    "answering": _answering,
     "scored": _scored,
     "dropped": _dropped,
     "trained": _trained,
     "finished": _finished,
     "ended": _standing,
-    "restored": _standing,
+    "restored": _restored,
     "resumed": _resumed,
     "data": _data,
 }

@@ -233,6 +233,7 @@ class Answering:
 
     async def _answer(self, index: int, claim: Claim, since: int) -> None:
         job = self.job
+        job.events.note("answering", replica=index, since=since, rows=members_of(claim))
         try:
             with job.calling(f"rollout{index}", "generate"):
                 report = await self._in_time(index, job.crew.rollouts[index].generate(claim.claim_id, rows_of(claim)))

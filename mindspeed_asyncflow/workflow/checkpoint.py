@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindspeed_asyncflow.dock.client import DockClient
+from mindspeed_asyncflow.dock.pair import PairClient
 from mindspeed_asyncflow.dock.table import NO_VERSION
 
 MADE_BY = {"rollout": "response_ids", "reward": "reward", "reference": "ref_logprobs", "value": "values"}
@@ -27,7 +28,11 @@ class Held:
 
     samples: int  # that may still be trained
     sampled: int | None = None  # oldest version of any token; None: there is none
-    scored: bool = False
+    scores: tuple[tuple[int, float], ...] = ()  # (member, score) of its samples; empty: it is not scored
+
+    @property
+    def scored(self) -> bool:
+        return bool(self.scores)
 
 
 def settle(dock: DockClient, partition: str, wanted: Collection[int]) -> dict[int, Held]:
@@ -45,6 +50,7 @@ def settle(dock: DockClient, partition: str, wanted: Collection[int]) -> dict[in
         rows, ready, oldest = about.ints("rows"), about.ints("ready"), about.ints("version_min", "int32")
         has = {task: (ready & dock.schema.bit[column]) != 0 for task, column in MADE_BY.items()}
         ends = np.cumsum(counts)
+        scores = _scores(pair, rows, about.ints("members", "int32"), has["reward"])
         gone = []
         for group, first, last in zip(ids.tolist(), (ends - counts).tolist(), ends.tolist()):
             scored = has["reward"][first:last]
@@ -52,10 +58,19 @@ def settle(dock: DockClient, partition: str, wanted: Collection[int]) -> dict[in
                 gone += rows[first:last].tolist()
                 continue
             known = oldest[first:last][oldest[first:last] != NO_VERSION]
-            held[group] = Held(last - first, int(known.min()) if len(known) else None, bool(scored.all()))
+            found = tuple(scores[row] for row in rows[first:last].tolist() if row in scores)
+            held[group] = Held(last - first, int(known.min()) if len(known) else None, found)
         for task in dock.schema.tasks.keys() & MADE_BY.keys():
             if has[task].any():
                 dock.finish(task, rows[has[task]])
         if gone:
             dock.free(np.array(gone, np.int64))
     return held
+
+
+def _scores(pair: PairClient, rows: np.ndarray, members: np.ndarray, has: np.ndarray) -> dict[int, tuple[int, float]]:
+    """(member, score) by row, of those of `rows` that are scored."""
+    if not has.any():
+        return {}
+    found = pair.read(rows[has], ["score"])["score"].tolist()
+    return dict(zip(rows[has].tolist(), zip(members[has].tolist(), found)))

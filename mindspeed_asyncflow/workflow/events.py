@@ -5,6 +5,7 @@
     data        service        what the order of prompts depends on (`PromptStream.facts`), group_size
     issued      feed           batch, groups [group], prompts [[epoch, prompt index]], replaces [dropped group] or empty
     claimed     claims         task, worker, rows [[group, member]]
+    answering   rollout        replica, since (version), rows: it begins with them
     generated   rollout        replica, since (version), rows, unfinished
     scored      score          rows, unscored, flat
     dropped     who drops      reason, group or groups, samples (without it: all that the groups have left)
@@ -19,7 +20,7 @@
     cut         service        version: of the checkpoint whose state this is
     saved       service        version: its checkpoint is complete
     resumed     service        as begun, and ledger (its position in the checkpoint), version, checkpoint
-    restored    run            open [group]: what the run goes on with
+    restored    run            open [group]: what the run goes on with, rows that have scores
     ended       run            open [group]: neither trained nor dropped
 
 Replay needs begun, trained, finished and published; the others are for people and tests. Dock handles mean nothing
@@ -107,7 +108,7 @@ class EventLog(NoEvents):
     def note(self, kind: str, **fields: Any) -> None:
         """Fields are plain values or arrays, and what is turned into such here, so that it costs nothing elsewhere:
 
-        begun: config (text of the resolved settings); scored: scores [row], for the ledger; trained: plan, groups,
+        begun: config (text of the resolved settings); scored and restored: scores [row], for the ledger; trained: plan, groups,
         versions and rules as given to `TrainWorker.train`, sums of one rank of every replica, and rewards by row, for
         the ledger; finished: optim (`OptimReport`); published: manifest.
         """
@@ -170,6 +171,7 @@ _FORMS: dict[str, Callable[..., dict[str, Any]]] = {
     "begun": _begun,
     "resumed": _resumed,
     "scored": _scored,
+    "restored": _scored,
     "trained": _trained,
     "finished": _finished,
     "published": _published,

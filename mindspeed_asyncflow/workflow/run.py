@@ -46,7 +46,7 @@ from mindspeed_asyncflow.workflow.dock_port import Dock
 from mindspeed_asyncflow.workflow.evaluating import Evaluation
 from mindspeed_asyncflow.workflow.events import NoEvents
 from mindspeed_asyncflow.workflow.feeding import Feeder
-from mindspeed_asyncflow.workflow.job import Crew, Job
+from mindspeed_asyncflow.workflow.job import Crew, Hooks, Job
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
 from mindspeed_asyncflow.workflow.scoring import Scoring
 from mindspeed_asyncflow.workflow.training import Save, Training
@@ -74,8 +74,10 @@ class Run:
         *,
         turns: Turns | None = None,
         events: NoEvents | None = None,
+        outside: Hooks | None = None,
     ) -> None:
         """`batches()` gives the prompts of the next step, None at the end of the data."""
+        hooks = outside or Hooks()
         self.config, self.dock = config, dock
         self.over = False  # no loop runs any more
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,11 +85,12 @@ class Run:
         self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # raised by `train`
         self.job = Job(config, dock, crew, sync, recorder, turns or NoTurns(), events or NoEvents(), self._spawn)
         self.window, self.book, self.sync = self.job.window, self.job.book, sync
-        self.feeder = Feeder(self.job, batches)
+        self.feeder = Feeder(self.job, batches, hooks.ready)
         self.answering = Answering(self.job)
         self.scoring = Scoring(self.job)
         self.valuing = Valuing(self.job)
-        self.training = Training(self.job, self.feeder, self.answering.stop_all, evaluation, save, self.valuing)
+        stop = self.answering.stop_all
+        self.training = Training(self.job, self.feeder, stop, evaluation, save, self.valuing, hooks.permitted)
         if evaluation is not None:
             evaluation.progressed = self.job.progressed
 
@@ -149,7 +152,9 @@ class Run:
                 self.window.dropped["unscored"] += fewer
                 self.job.events.note("dropped", group=group, samples=fewer, reason="unscored")
             self.book.add(self.book.batch_of(group), [of_group])
-        self.job.events.note("restored", open=self.book.open_groups())
+        scores = [([group, member], score) for group in rows for member, score in held.get(group, Held(0)).scores]
+        told = {"rows": [row for row, _ in scores], "scores": [score for _, score in scores]}
+        self.job.events.note("restored", open=self.book.open_groups(), **told)
 
     async def issue_again(self) -> None:
         """A dock pair was started again: prompts whose rows it has not any more are issued again."""

@@ -55,8 +55,10 @@ class Training:
         evaluation: Evaluation | None,
         save: Save,
         valuing: Valuing,
+        permitted: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        self.valuing = valuing
+        """`permitted` waits until replicas may have a version that is in the relay."""
+        self.valuing, self.permitted = valuing, permitted
         self.job, self.feeder, self.stop_answering = job, feeder, stop_answering
         self.evaluation, self.save = evaluation, save
         self.made: asyncio.Queue[tuple[int, OptimReport, asyncio.Future]] = asyncio.Queue()  # versions to publish
@@ -149,7 +151,10 @@ class Training:
         job = self.job
         while True:
             version, optim, expected = await self.made.get()
-            job.sync.publish(await job.all_ranks("published", version), expected, optim)
+            shards = await job.all_ranks("published", version)
+            if self.permitted is not None:
+                await self.permitted(version)
+            job.sync.publish(shards, expected, optim)
             if self.evaluation is not None:
                 self.evaluation.published(version, job.spawn)
             await job.window.publish(version)
@@ -179,6 +184,7 @@ class Training:
                 continue
             for group, rows, reason in claim.dropped:
                 await self._dropped(int(group), len(rows), reason)
+            await self._reported(claim)
             claim = self._not_held(claim)
             if len(claim.rows):
                 taken = np.unique(claim.group_ids).tolist()
@@ -186,6 +192,13 @@ class Training:
                     job.book.close_group(group)
                 self.feeder.taken += len(taken)
                 return claim
+
+    async def _reported(self, claim: Claim) -> None:
+        """Wait until the scorer has said what it wrote: one that dies in between is asked for it again, which it could
+        not be once the rows are trained and freed."""
+        book, groups = self.job.book, np.unique(claim.group_ids).tolist()
+        while any(book.is_open(group) and not book.is_scored(group) for group in groups):
+            await book.change()
 
     def _not_held(self, claim: Claim) -> Claim:
         """Without rows of groups that this step has taken: a dock pair that was started again offers them anew."""

@@ -30,6 +30,9 @@ def run(tmp_path):
             groups = [2 * step, 2 * step + 1]
             ledger.note("issued", batch=step, groups=groups, prompts=[next(order), next(order)], replaces=[])
             of_rows = {10 * group + member: (group, member) for group in groups for member in (0, 1)}
+            rows = list(of_rows.values())
+            ledger.note("answering", replica=0, since=step, rows=rows)
+            ledger.note("scored", rows=rows, scores=[1.0] * 4)
             ledger.note(
                 "trained", step=step, plan=[[list(of_rows)]], groups=of_rows, rewards=dict.fromkeys(of_rows, 1.0),
                 versions=dict.fromkeys(of_rows, (oldest(step), step)), rules=SimpleNamespace(oldest_allowed=None),
@@ -63,7 +66,7 @@ def test_the_story_of_one_prompt_is_told_and_one_that_was_never_issued_is_refuse
     epoch, index = next(prompts_in_order(DATA, 1))
     assert main(["audit", folder, "--prompt", f"{epoch}:{index}"]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert len(told) == 3 and "group 0 issued for step 0" in told[0] and "trained in step 0" in told[2]
+    assert len(told) == 5 and "group 0 issued for step 0" in told[0] and "trained in step 0" in told[-1]
     assert main(["audit", folder, "--prompt", "7:0"]) == 2
     assert "never issued" in capsys.readouterr().err
     assert main(["audit", folder, "--prompt", "seven"]) == 2

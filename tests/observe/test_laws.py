@@ -29,8 +29,18 @@ class Story:
         prompts = [[0, group if prompt is None else prompt]]
         self.ledger.note("issued", batch=batch, groups=[group], prompts=prompts, replaces=list(replaces))
 
-    def train(self, group, step=0, oldest=None, members=range(SIZE), bound=None):
+    def answer(self, group, members=range(SIZE), replica=0, since=0):
+        self.ledger.note("answering", replica=replica, since=since, rows=[[group, member] for member in members])
+
+    def score(self, group, members=range(SIZE), scores=(1.0, 1.0)):
+        self.ledger.note("scored", rows=[[group, member] for member in members], scores=scores)
+
+    def train(self, group, step=0, oldest=None, members=range(SIZE), bound=None, made=True):
+        """`made`: it was answered and scored before."""
         rows = [10 * group + member for member in members]
+        if made:
+            self.answer(group)
+            self.score(group)
         self.ledger.note(
             "trained",
             step=step,
@@ -47,9 +57,10 @@ class Story:
     def finish(self, version):
         self.ledger.note("finished", version=version, optim=SimpleNamespace(applied=True))
 
-    def resume(self, position, still_open):
+    def resume(self, position, still_open, rows=()):
+        """`rows`: those of the checkpoint that have scores."""
         self.ledger.note("resumed", ledger=position, version=0)
-        self.ledger.note("restored", open=still_open)
+        self.ledger.note("restored", open=still_open, rows=rows, scores=[1.0] * len(rows))
 
     def audit(self, rules=RULES):
         self.ledger.settle()
@@ -125,6 +136,41 @@ def test_a_sample_trained_twice_is_found_in_one_step_and_over_steps(run, members
     assert list(run.wrong()) == ["twice"]
 
 
+def test_a_sample_that_is_trained_was_given_to_a_replica_has_tokens_and_a_score(run):
+    for group in range(4):
+        run.issue(group)
+    run.score(0)
+    run.answer(1)
+    run.score(1, scores=(0.5, math.nan))
+    run.answer(2, members=[0])
+    run.answer(2, members=[1])
+    run.score(2)
+    for group in range(3):
+        run.train(group, made=False)
+    run.train(3, oldest=-1)
+    assert run.wrong() == {
+        "made": [
+            "sample 0/0 was given to no replica, and was trained in step 0",
+            "sample 0/1 was given to no replica, and was trained in step 0",
+            "sample 1/1 has no score, and was trained in step 0",
+            "sample 3/0 has no tokens, and was trained in step 0",
+            "sample 3/1 has no tokens, and was trained in step 0",
+        ]
+    }
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_scores_that_a_resume_undid_count_only_where_its_checkpoint_has_them(run, found):
+    """The dock is cut before the driver: a score may be in it whose note comes after."""
+    run.issue(0)
+    run.answer(0)
+    position = run.ledger.position
+    run.score(0)
+    run.resume(position, [0], rows=[[0, 0], [0, 1]] if found else [])
+    run.train(0, made=False)
+    assert list(run.wrong()) == ([] if found else ["made"])
+
+
 def test_samples_that_are_neither_trained_nor_dropped_are_lost(run):
     run.issue(0)
     run.train(0, members=[0])
@@ -181,7 +227,7 @@ def test_a_version_that_is_missing_and_a_step_that_trains_after_its_end_are_foun
     run.finish(3)
     assert run.wrong()["steps"] == [
         "version 3 was made after version 1",
-        "step 0 trained after it had ended (note 3)",
+        "step 0 trained after it had ended (note 5)",
     ]
 
 
@@ -225,18 +271,18 @@ def test_an_older_checkpoint_brings_back_what_a_later_resume_had_undone(run):
 
 def test_the_story_of_a_prompt_has_its_lags_and_scores_and_says_what_was_undone(run):
     run.issue(0, prompt=7)
-    run.ledger.note("generated", replica=1, since=2, rows=[[0, 0], [0, 1]], unfinished=0)
-    run.ledger.note("scored", rows=[[0, 0], [0, 1]], scores=(0.25, math.nan))
+    run.answer(0, replica=1, since=2)
+    run.score(0, scores=(0.25, math.nan))
     position = run.ledger.position
-    run.train(0, step=3, oldest=2, members=[0])
+    run.train(0, step=3, oldest=2, members=[0], made=False)
     run.resume(position, [0])
-    run.train(0, step=3, oldest=2, members=[0])
+    run.train(0, step=3, oldest=2, members=[0], made=False)
     run.ledger.settle()
     told = [line.split("  ", 1)[1] for line in story(open_ledger(run.path), 0, 7)]
     trained = "sample 0 trained in step 3 at version 3, tokens of versions 2 to 3 (lag 1), reward 0.5"
     assert told == [
         "group 0 issued for step 0",
-        "rollout1, serving version 2, answered samples 0 1",
+        "rollout1, serving version 2, answers samples 0 1",
         "scores 0.25 none",
         f"{trained}  [undone by a resume]",
         trained,

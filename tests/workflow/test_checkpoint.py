@@ -59,7 +59,7 @@ def test_every_group_goes_on_with_what_the_dock_has_or_begins_again(dock):
     span = (np.array([2], np.int32), np.array([2], np.int32))
     dock.write(begun[:1], dict(zip(PARTIAL_COLUMNS, parts)), versions=span)
     held = settle(dock, "train", {0, 1, 2, 3})
-    assert held == {0: Held(2, 3, True), 2: Held(2, 2, False), 3: Held(2)}
+    assert held == {0: Held(2, 3, ((0, 1.0), (1, 1.0))), 2: Held(2, 2), 3: Held(2)}
     put(dock, 1)  # as a run that goes on does with what is missing
     claim = dock.claim("rollout", 9, partition="train", worker="w", unit="rows", timeout_s=1.0)
     found = list(claim.group_ids)

@@ -1,9 +1,11 @@
 """The ledger that the real loops write: it adds up under every schedule, and a fault of the loops is found in it."""
 
+import asyncio
 from itertools import product
 
 import pytest
 
+from mindspeed_asyncflow.errors import ClaimLost, WorkerReplaced
 from mindspeed_asyncflow.observe.audit import Rules, audit, open_ledger
 from mindspeed_asyncflow.observe.ledger import Ledger
 from mindspeed_asyncflow.workflow.feeding import Feeder
@@ -11,12 +13,13 @@ from tests.workflow.fakes import FakePool, FakeRollout, FakeTrain, prompts_of, r
 from tests.workflow.test_run import config
 
 
-def audited(tmp_path, settings, *, order=None, **how):
+def audited(tmp_path, settings, *, order=None, before=lambda run: None, **how):
     """Run the loops with a ledger, and what its audit finds; prompts are (epoch, 0), (epoch, 1), ... (epoch, 99)."""
     ledger = Ledger(tmp_path / "ledger.sqlite")
 
     def told(run):
         run.job.events = ledger
+        before(run)
 
     out = run_loops(settings, tmp_path, prompts_of(100, 4), before=told, **how)
     ledger.close()
@@ -84,6 +87,44 @@ def test_a_prompt_that_is_issued_again_without_need_is_found(tmp_path, monkeypat
     _, found = audited(tmp_path, config(steps=2))
     assert "prompt 0:0 was issued 1 times more than the stream has it" in found.wrong["order"]
     assert "prompt 0:3 was not issued" in found.wrong["lost"]
+
+
+class Forgetful:
+    """A worker whose first call of `method` does its work and is never heard of again, long enough for others to go on
+    with what it wrote."""
+
+    def __init__(self, worker, method, error):
+        self._worker, self._method, self._error, self._calls = worker, method, error, 0
+
+    def __getattr__(self, name):
+        found = getattr(self._worker, name)
+        return self._once if name == self._method else found
+
+    async def _once(self, *args):
+        report = await getattr(self._worker, self._method)(*args)
+        self._calls += 1
+        if self._calls == 1:
+            await asyncio.sleep(0.1)
+            raise self._error
+        return report
+
+
+def test_what_a_lost_scorer_had_written_is_trained_only_when_its_scores_are_known(tmp_path):
+    def lose(run):
+        run.job.crew.scorer = Forgetful(run.job.crew.scorer, "score", WorkerReplaced("the scorer died"))
+
+    _, found = audited(tmp_path, config(steps=3), before=lose)
+    assert found.holds, found.wrong
+    assert found.trained == 24
+
+
+def test_answers_of_a_replica_that_was_lost_with_its_report_are_accounted_for(tmp_path):
+    def lose(run):
+        run.job.crew.rollouts[0] = Forgetful(run.job.crew.rollouts[0], "generate", ClaimLost("the pair went away"))
+
+    _, found = audited(tmp_path, config(steps=3), before=lose)
+    assert found.holds, found.wrong
+    assert found.trained == 24
 
 
 def test_a_drop_that_nobody_notes_is_a_loss(tmp_path, monkeypatch):
