@@ -108,9 +108,9 @@ class EventLog(NoEvents):
     def note(self, kind: str, **fields: Any) -> None:
         """Fields are plain values or arrays, and what is turned into such here, so that it costs nothing elsewhere:
 
-        begun: config (text of the resolved settings); scored and restored: scores [row], for the ledger; trained: plan, groups,
-        versions and rules as given to `TrainWorker.train`, sums of one rank of every replica, and rewards by row, for
-        the ledger; finished: optim (`OptimReport`); published: manifest.
+        begun: config (text of the resolved settings); scored and restored: scores [row], for the ledger; trained: plan,
+        groups, versions and rules as given to `TrainWorker.train`, sums of one rank of every replica, and rewards by
+        row, for the ledger; finished: optim (`OptimReport`); published: manifest.
         """
         if kind in _FORMS:
             fields = _FORMS[kind](**fields)

@@ -106,7 +106,10 @@ def test_observe_loads_neither_torch_nor_tensorflow_nor_matplotlib(tmp_path):
         "from mindspeed_asyncflow.observe import log, metrics, progress, report, run_folder, summary, trace, writers\n"
         "assert 'tensorboard' not in sys.modules\n"
         f"folder = run_folder.RunFolder.create({str(tmp_path)!r}, 'x', '')\n"
-        "writer = writers.MetricsWriter(folder); writer.write(0, {'actor/lr': 1.0}); writer.close()\n"
+        "from mindspeed_asyncflow.observe.trackers import EventFiles, Trackers\n"
+        "trackers = Trackers({'tensorboard': lambda: EventFiles(folder.tensorboard)})\n"
+        "writer = writers.MetricsWriter(folder, trackers); writer.write(0, {'actor/lr': 1.0}); writer.close()\n"
+        "assert trackers.names == () and list(folder.tensorboard.iterdir())\n"
         "print([m for m in ('torch', 'tensorflow', 'matplotlib', 'ray') if m in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

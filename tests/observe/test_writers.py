@@ -7,6 +7,7 @@ import pytest
 
 from mindspeed_asyncflow.errors import MetricError
 from mindspeed_asyncflow.observe.run_folder import RunFolder
+from mindspeed_asyncflow.observe.trackers import EventFiles, Trackers
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter, SampleText
 
 
@@ -16,7 +17,7 @@ def folder(tmp_path):
 
 
 def test_a_step_can_be_read_before_the_writer_is_closed(folder):
-    writer = MetricsWriter(folder, tensorboard=False)
+    writer = MetricsWriter(folder)
     writer.write(0, {"reward/mean": 0.25, "actor/lr": 1e-4})
     record = json.loads(folder.metrics.read_text())
     writer.close()
@@ -24,7 +25,7 @@ def test_a_step_can_be_read_before_the_writer_is_closed(folder):
 
 
 def test_not_finite_values_become_null_because_json_has_no_nan(folder):
-    writer = MetricsWriter(folder, tensorboard=False)
+    writer = MetricsWriter(folder)
     writer.write(0, {"actor/grad_norm": math.nan, "actor/pg_loss": math.inf})
     writer.close()
     record = json.loads(folder.metrics.read_text(), parse_constant=pytest.fail)
@@ -32,7 +33,7 @@ def test_not_finite_values_become_null_because_json_has_no_nan(folder):
 
 
 def test_an_unknown_name_is_refused_and_leaves_no_half_line(folder):
-    writer = MetricsWriter(folder, tensorboard=False)
+    writer = MetricsWriter(folder)
     with pytest.raises(MetricError, match="reward/mean"):
         writer.write(0, {"reward/avg": 0.25})
     writer.close()
@@ -42,7 +43,7 @@ def test_an_unknown_name_is_refused_and_leaves_no_half_line(folder):
 def test_tensorboard_shows_the_same_names_steps_and_values(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writer = MetricsWriter(folder)
+    writer = MetricsWriter(folder, Trackers({"tensorboard": lambda: EventFiles(folder.tensorboard)}))
     writer.write(0, {"reward/mean": 0.25})
     writer.write(1, {"reward/mean": 0.5})
     events = EventAccumulator(str(folder.tensorboard))  # before close: each step is flushed
@@ -62,7 +63,7 @@ def test_samples_are_readable_and_an_answer_cannot_pose_as_a_record(folder):
 
 
 def test_metrics_are_written_on_after_their_file_was_cut(folder):
-    writer = MetricsWriter(folder, tensorboard=True)
+    writer = MetricsWriter(folder, Trackers({"tensorboard": lambda: EventFiles(folder.tensorboard)}))
     for step in range(3):
         writer.write(step, {"actor/loss": 1.0})
     with writer.closed():
