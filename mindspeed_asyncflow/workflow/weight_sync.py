@@ -95,7 +95,7 @@ class WeightSync:
         self.arrivals, self.holds = Arrivals(len(replicas), mirrors, keep), Holds()
         self.probe: list[tuple[np.ndarray, np.ndarray]] = []
         self._fingerprints: dict[int, str] = {}  # of every version that may still be reported
-        self._held = [asyncio.Lock() for _ in replicas]  # one who loads; delayed and rolling: or answers a batch
+        self.locks = [asyncio.Lock() for _ in replicas]  # one who loads; delayed and rolling: or answers a batch
         self._turn = asyncio.Lock()  # rolling: the one that loads
         self._turns = 0  # that load or wait for the turn
         self._since: dict[object, tuple[int, int]] = {}  # running batches: replica, and its version at the beginning
@@ -163,7 +163,7 @@ class WeightSync:
     def retire(self, index: int) -> None:
         """A replica is gone: nothing waits for it any more."""
         self.replicas[index], self.served[index] = None, NOTHING
-        self._held[index] = asyncio.Lock()
+        self.locks[index] = asyncio.Lock()
         self.holds.end(index)
 
     def emptied(self, index: int) -> None:
@@ -190,7 +190,7 @@ class WeightSync:
 
         None: it serves something newer already, or the relay may drop `wanted` before it is loaded.
         """
-        async with self._held[index]:
+        async with self.locks[index]:
             assert self.newest is not None, "a hold follows publish"
             stays = self.newest.version - wanted.version <= max(0, self.keep - 2)
             if self.served[index] < wanted.version and stays:
@@ -210,7 +210,7 @@ class WeightSync:
         Loads new weights as `update` says, and yields the version that the batch begins with. Outside `in_flight` no
         other caller can change the replica's weights before the block ends.
         """
-        async with self._held[index] if self.update != "in_flight" else contextlib.nullcontext():
+        async with self.locks[index] if self.update != "in_flight" else contextlib.nullcontext():
             needed = max(needed, 0)  # the first batches may be answered with any version, but one there must be
             await self.arrivals.wait(index, needed)
             while self.update == "in_flight" and self.served[index] < needed:
@@ -241,7 +241,7 @@ class WeightSync:
 
     async def bring_up(self, index: int) -> None:
         """Replica `index` loads what has arrived at its next boundary (in flight: now), if that is newer."""
-        async with self._held[index]:
+        async with self.locks[index]:
             await self._load_newest(index)
 
     async def bring_all_up(self, indices: Iterable[int] | None = None) -> None:

@@ -24,6 +24,7 @@ from mindspeed_asyncflow.errors import DeadlineExceeded, EngineError, WeightSync
 from mindspeed_asyncflow.observe.trace import Tracer
 from mindspeed_asyncflow.records import Completion, GenRequest, SamplingSpec, UpdateReport, WeightManifest
 from mindspeed_asyncflow.reshard.relay_mirror import PullReport, RelayMirror
+from mindspeed_asyncflow.workflow.completing import Completing
 from mindspeed_asyncflow.workflow.conversing import Conversation, Tally
 from mindspeed_asyncflow.workflow.partial import (
     PARTIAL_COLUMNS,
@@ -132,6 +133,7 @@ class RolloutWorker:
         self.seed, self.commit_groups, self.timeout_s = seed, commit_groups, timeout_s
         self.partial_rounds, self.group_size, self.stream_out_s = partial_rounds, group_size, stream_out_s
         self.tracer, self.conversation = tracer, conversation
+        self.completing = Completing(engine, name)
         self.mirror: tuple[RelayMirror, MirrorRoute] | None = None
         self._calls: dict[int, set[str]] = {}  # running `generate` calls -> their answers that have not ended
         self._stopped: set[int] = set()  # of these, whose answers shall end now
