@@ -90,7 +90,7 @@ def _session(config: Config, folder: Any, progress: Any) -> Any:
     model_folder = ensure_model(config.model, config.data, config.run.seed, progress.note)
     tokenizer = load_tokenizer(model_folder, config.data.chat_template)
     prompts = PromptSet.build(make_sources(config.data), tokenizer, config.data, config.run.seed)
-    metrics = MetricsWriter(folder, tensorboard=False)
+    metrics = MetricsWriter(folder)
     recorder = StepRecorder(config, metrics, SamplesWriter(folder), progress, str)
     return Session(config, folder, model_folder, tokenizer, prompts, recorder)
 

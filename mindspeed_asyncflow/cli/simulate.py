@@ -92,7 +92,7 @@ def _single(config: Config, work: Work, folder: RunFolder, profile: Profile | No
     from mindspeed_asyncflow.simulation.run import simulate
 
     settled, costs = priced(config, work, profile)
-    metrics = MetricsWriter(folder, tensorboard=False)
+    metrics = MetricsWriter(folder)
     tracer = trace.configure(
         folder.trace, "simulation", config.observe.trace, clock_ns=_virtual_ns, flush_s=TRACE_EVERY_S
     )

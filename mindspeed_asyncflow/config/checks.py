@@ -12,6 +12,7 @@ from mindspeed_asyncflow.config import (
     host_memory,
     learning,
     mindspeed,
+    observe,
     rules_critic,
     rules_data,
     rules_evaluation,
@@ -61,6 +62,7 @@ def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = No
         found.append(Finding("error", ("model.source",), str(error)))
     found += [Finding(*f) for f in feasibility.findings(config, machine, shape)]
     found += [Finding(*f) for f in host_memory.findings(config, machine, shape)]
+    found += [Finding(*f) for f in observe.findings(config, machine)]
     if model is not None and shape is not None:
         found += [*_parallel(config, model), *_rotary(model, machine)]
     return sorted(found, key=lambda finding: finding.level != "error")

@@ -14,6 +14,7 @@ from mindspeed_asyncflow.config.cluster import ClusterConfig, SimulationConfig, 
 from mindspeed_asyncflow.config.faults import FaultsConfig
 from mindspeed_asyncflow.config.intake import DataConfig, EvaluationConfig, RewardConfig, TurnsConfig
 from mindspeed_asyncflow.config.mindspeed import MindSpeedConfig
+from mindspeed_asyncflow.config.observe import ObserveConfig
 from mindspeed_asyncflow.config.placement import PlacementConfig
 from mindspeed_asyncflow.config.section import Section
 from mindspeed_asyncflow.config.service import ServiceConfig
@@ -177,16 +178,6 @@ class DockConfig(Section):
     lease_s: float = Field(120.0, gt=0, description="A claim that is not finished by then is offered again.")
     wait_s: float = Field(30.0, gt=0, description="Deadline of a single dock call that waits.")
     port: int = Field(0, ge=0, le=65535, description="Port of the first pair, the next ones follow; 0: any free ones.")
-
-
-class ObserveConfig(Section):
-    tensorboard: bool = Field(True, description="Write TensorBoard events.")
-    trace: bool = Field(True, description="Write a Chrome trace of all processes.")
-    samples_per_step: int = Field(2, ge=0, description="Answers per step written as text.")
-    events: bool = Field(True, description="Record the order of events and what was trained, for `asyncflow replay`.")
-    events_mb: int = Field(
-        1024, ge=1, description="Most disk for what was trained, in MiB; steps beyond it cannot be replayed."
-    )
 
 
 class Config(Section):

@@ -116,6 +116,11 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def trackers(self) -> Path:
+        """The run's id at each service that tracks it; what their libraries said is in the folder of the same name."""
+        return self.path / "trackers.json"
+
+    @property
     def trace(self) -> Path:
         """One event file per process, and `trace.json` once merged."""
         return self.path / "trace"

@@ -1,4 +1,4 @@
-"""What is written while a run goes on: metrics (JSON lines and TensorBoard) and samples as text."""
+"""What is written while a run goes on: metrics as JSON lines and to the trackers, and samples as text."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ from typing import Any
 
 from mindspeed_asyncflow.observe.metrics import check_names
 from mindspeed_asyncflow.observe.run_folder import RunFolder
+from mindspeed_asyncflow.observe.trackers import Trackers
 
 
 class MetricsWriter:
-    """One line of `metrics.jsonl` and one TensorBoard step per call; both are on disk when `write` returns."""
+    """One line of `metrics.jsonl` per call, on disk when `write` returns; the same to the trackers, which cannot fail
+    it."""
 
-    def __init__(self, folder: RunFolder, tensorboard: bool = True):
-        self._folder, self._tensorboard = folder, tensorboard
+    def __init__(self, folder: RunFolder, trackers: Trackers | None = None):
+        self._folder, self._trackers = folder, trackers or Trackers({})
         self._open()
 
     def _open(self) -> None:
         self._file = open(self._folder.metrics, "a", encoding="utf-8")  # noqa: SIM115
-        self._events: Any = None
-        if self._tensorboard:
-            # TensorBoard's own writer: torch.utils.tensorboard would load torch into the driver.
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-            self._events = EventFileWriter(str(self._folder.tensorboard))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """`step`: 0-based. Raises `MetricError` for a name outside the table. Not-finite values become null in JSON."""
@@ -39,30 +35,23 @@ class MetricsWriter:
             record[name] = float(value) if math.isfinite(value) else None
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
-        if self._events is not None:
-            self._write_events(step, now, metrics)
-
-    def _write_events(self, step: int, now: float, metrics: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
-        self._events.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
-        self._events.flush()
+        self._trackers.write(step, now, metrics)
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
         """Inside, the files may be changed; then they are written on."""
-        self.close()
+        self._file.close()
+        self._trackers.pause()
         try:
             yield
         finally:
             self._open()
 
     def close(self) -> None:
-        self._file.close()
-        if self._events is not None:
-            self._events.close()
+        try:
+            self._file.close()
+        finally:
+            self._trackers.close()
 
 
 class EvaluationsWriter:

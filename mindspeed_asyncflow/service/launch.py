@@ -28,6 +28,7 @@ from mindspeed_asyncflow.observe.report import write_report
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.summary import closing_words, write_summary
 from mindspeed_asyncflow.observe.trace import configure, get_tracer, merge_traces
+from mindspeed_asyncflow.observe.trackers import open_trackers
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
 from mindspeed_asyncflow.service import resuming
 from mindspeed_asyncflow.service.processes import Processes
@@ -110,8 +111,9 @@ class _Launch:
 
     def __init__(self, config: Config, start: resuming.Start, progress: Progress) -> None:
         self.config, self.begins, self.folder, self.progress = config, start, start.folder, progress
+        # Before the processes of the run get their mark: what helps a tracker ends by itself, after them.
+        self.metrics = MetricsWriter(start.folder, open_trackers(config, start.folder))
         self.processes = Processes(config)
-        self.metrics = MetricsWriter(start.folder, tensorboard=config.observe.tensorboard)
         self.events = NoEvents()
         self.session: Session | None = None
         self.recorder: StepRecorder | None = None

@@ -33,7 +33,7 @@ SUMMARY = {
 def make_run(base: Path, name: str = "t", overrides: tuple[str, ...] = (), gain: float = 1.0) -> RunFolder:
     """A run of `STEPS` steps whose processes worked in turns on a clock that begins when the run is made."""
     run = RunFolder.create(base, name, dump_resolved(parse_config("{}", overrides)))
-    writer, samples = MetricsWriter(run, tensorboard=False), SamplesWriter(run)
+    writer, samples = MetricsWriter(run), SamplesWriter(run)
     now = [0]
     tracers = [trace.Tracer(run.trace, who, clock_ns=lambda: now[0]) for who in ("rollout0", "trainer0")]
     for step in range(STEPS):

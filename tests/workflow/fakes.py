@@ -342,7 +342,7 @@ def run_loops(
     folder = RunFolder.create(tmp_path, "loops", "")
     recorder = StepRecorder(
         config,
-        MetricsWriter(folder, tensorboard=False),
+        MetricsWriter(folder),
         SamplesWriter(folder),
         Progress(config.trainer.steps, io.StringIO()),
         lambda ids: " ".join(str(int(i)) for i in ids),
