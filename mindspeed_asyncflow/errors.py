@@ -47,6 +47,10 @@ class DeadlineExceeded(AsyncFlowError):
     """A wait ended without its event; the message says for whom it waited and how long."""
 
 
+class ClientSilent(DeadlineExceeded):
+    """A run that somebody drives from outside waits for its client, who calls nothing any more."""
+
+
 class Unanswered(DeadlineExceeded):
     """The other side said nothing in time: whether it has carried out the call, or still will, is not known."""
 

@@ -19,6 +19,7 @@ class PromptRow:
     epoch: int = 0
     prompt_index: int = 0  # position in the prompt set
     fields: str = "{}"  # JSON object for scorers and environments: prompt, id, and what else the data has
+    answer: Completion | None = None  # one that came about outside the run
 
 
 @dataclass(frozen=True, slots=True)

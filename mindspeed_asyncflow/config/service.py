@@ -50,6 +50,11 @@ class ServiceConfig(Section):
     max_queued: int = Field(
         4096, ge=1, description="Prompts that wait to be issued; put_prompts_data waits while there are more."
     )
+    masks: bool = Field(
+        False,
+        description="Trajectories may hold tokens that the policy did not write, such as replies of a tool "
+        "(response_mask); every answer of the run gets a mask then.",
+    )
     tenant_rows: int = Field(4096, ge=0, description="Most rows of the partition of each further tenant.")
     tenant_mb: int = Field(16, ge=0, description="Most memory of the dock for each further tenant, in MiB.")
     max_body_mb: int = Field(1024, ge=1, description="Largest body of a request, in MiB.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -76,7 +77,10 @@ def order_of(facts: Mapping[str, Any]) -> Order:
 
 
 def prompts_in_order(facts: Mapping[str, Any], epochs: int) -> Iterator[tuple[int, int]]:
-    """(epoch, index in the training set) of every prompt that a stream with these facts gives out."""
+    """(epoch, index in the training set) of every prompt that a stream with these facts gives out; without end where
+    they come from a client."""
+    if facts.get("client"):
+        yield from ((0, index) for index in itertools.count())
     order = order_of(facts)
     for epoch in range(epochs):
         for index in order.epoch(epoch)[: facts["batches_per_epoch"] * facts["batch"]].tolist():

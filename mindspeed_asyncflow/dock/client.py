@@ -20,6 +20,7 @@ import numpy as np
 
 from mindspeed_asyncflow.dock import arguments, describe, snapshot
 from mindspeed_asyncflow.dock.columns import Ragged
+from mindspeed_asyncflow.dock.completed import answer_columns
 from mindspeed_asyncflow.dock.fleet import anew
 from mindspeed_asyncflow.dock.gather import check_groups, check_lengths, cuttable, merge_columns, row_count, take
 from mindspeed_asyncflow.dock.pair import Claim, PairClient
@@ -55,21 +56,39 @@ class DockClient(SpreadClaims):
     ) -> list[np.ndarray]:
         """Adds prompt groups; returns the row handles int64 [rows] of each group, in the order given.
 
-        The columns `prompt_ids`, `truth` and `fields` are stored once per group, from its first row. Waits while the
+        The columns `prompt_ids`, `truth` and `fields` are stored once per group, from its first row. Rows that have an
+        answer come with its columns, and replicas are not asked for one (`grpo_tasks(service=True)`). Waits while the
         arena is full. Further members of a group may be put later, while the group has any rows.
         """
-        if not groups:
-            return []
+        found: dict[int, np.ndarray] = {}
+        for outside in (False, True):
+            chosen = [(i, g) for i, g in enumerate(groups) if (g[0].answer is not None) == outside]
+            if chosen:
+                handles = self._put_rows(partition, [g for _, g in chosen], outside, timeout_s)
+                found |= zip((i for i, _ in chosen), handles)
+        return [found[i] for i in range(len(groups))]
+
+    def _put_rows(
+        self, partition: str, groups: Sequence[Sequence[PromptRow]], answered: bool, timeout_s: float | None
+    ) -> list[np.ndarray]:
         firsts = [group[0] for group in groups]
-        values = {
+        values: dict[str, Any] = {
             "prompt_ids": Ragged.from_rows([row.prompt_ids for row in firsts], "int32"),
             "truth": Ragged.from_text(row.truth for row in firsts),
             "fields": Ragged.from_text(row.fields for row in firsts),
         }
+        versions = None
+        if answered:
+            answers = [row.answer for group in groups for row in group if row.answer is not None]
+            values |= answer_columns(answers)
+            oldest, newest = ([getattr(a, name) for a in answers] for name in ("version_min", "version_max"))
+            versions = np.array(oldest, np.int32), np.array(newest, np.int32)
+        elif "rollout" in self.schema.tasks and "asked" in self.schema.tasks["rollout"].columns:
+            values["asked"] = np.ones(len(groups), np.uint8)
         counts = [len(group) for group in groups]
         members = [row.member for group in groups for row in group]
-        ids = [row.group_id for row in firsts]
-        return self.put(partition, ids, [row.group_size for row in firsts], counts, members, values, timeout_s)
+        ids, sizes = [row.group_id for row in firsts], [row.group_size for row in firsts]
+        return self.put(partition, ids, sizes, counts, members, values, timeout_s, versions)
 
     @anew
     def put(

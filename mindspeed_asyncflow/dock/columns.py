@@ -201,6 +201,7 @@ GRPO_COLUMNS = (
     ColumnSpec("prompt_ids", "int32", "ragged", shared=True, tokens=True),  # [P]
     ColumnSpec("truth", "uint8", "ragged", shared=True),  # UTF-8 text
     ColumnSpec("fields", "uint8", "ragged", shared=True),  # UTF-8 text, a JSON object
+    ColumnSpec("asked", "uint8", shared=True),  # 1; in service runs, of prompts that the run itself answers
     ColumnSpec("response_ids", "int32", "ragged", tokens=True),  # [L]
     ColumnSpec("rollout_logprobs", "float32", "ragged"),  # [L]
     ColumnSpec("finish", "uint8"),  # FINISH_CODES
@@ -220,17 +221,23 @@ GRPO_COLUMNS = (
 
 
 def grpo_tasks(
-    with_reference: bool, *, kl_in_reward: bool = False, token_level: bool = False, critic: bool = False
+    with_reference: bool,
+    *,
+    kl_in_reward: bool = False,
+    token_level: bool = False,
+    critic: bool = False,
+    service: bool = False,
 ) -> tuple[TaskSpec, ...]:
     """The tasks of a run.
 
     `with_reference` adds `reference`, and training waits for its log-probs; with `kl_in_reward` so does what makes
     rewards of scores. `token_level`: advantages are per token. `critic` adds `value`, which makes advantages of scores.
+    `service`: some prompts come with their answers, and replicas are not offered these.
     """
     train: tuple[str, ...] = ("prompt_ids", "response_ids", "rollout_logprobs", "reward")
     reward: tuple[str, ...] = ("response_ids", "truth", "finish")
     value: tuple[str, ...] = ("prompt_ids", "response_ids", "reward")
-    tasks = [TaskSpec("rollout", ("prompt_ids",))]
+    tasks = [TaskSpec("rollout", ("prompt_ids", "asked") if service else ("prompt_ids",))]
     if with_reference:
         tasks.append(TaskSpec("reference", ("prompt_ids", "response_ids")))
         train = (*train, "ref_logprobs")

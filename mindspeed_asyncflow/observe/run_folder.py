@@ -141,6 +141,11 @@ class RunFolder:
         return self.path / "evaluations.jsonl"
 
     @property
+    def prompts(self) -> Path:
+        """Prompts that a client has given, one JSON object per line, in their order."""
+        return self.path / "prompts.jsonl"
+
+    @property
     def samples(self) -> Path:
         """Readable answers, one text file per step."""
         return self.path / "samples"

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -31,6 +31,7 @@ from mindspeed_asyncflow.observe.trace import configure, get_tracer, merge_trace
 from mindspeed_asyncflow.observe.trackers import open_trackers
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter
 from mindspeed_asyncflow.service import resuming
+from mindspeed_asyncflow.service.outside import Outside
 from mindspeed_asyncflow.service.processes import Processes
 from mindspeed_asyncflow.service.recovery import Recovery
 from mindspeed_asyncflow.service.session import Session
@@ -47,12 +48,17 @@ class Interrupted(AsyncFlowError):
 
 
 def train(
-    config: Config, run_folder: Path | None = None, warnings: Iterable[str] = (), resume: str = resuming.AUTO
+    config: Config,
+    run_folder: Path | None = None,
+    warnings: Iterable[str] = (),
+    resume: str = resuming.AUTO,
+    driven: Callable[[resuming.Start], Outside] | None = None,
 ) -> int:
     """Run `config` to the end with its results in `run_folder` (default: a dated one in run.folder).
 
     `warnings` were shown before and go into the log. `resume`: auto (go on where the run of `run_folder` ended), never,
-    or the folder of a checkpoint. A run that is complete is left as it is. Returns the exit code.
+    or the folder of a checkpoint. A run that is complete is left as it is. `driven`: makes what is shared with those
+    who drive the run from outside. Returns the exit code.
 
     0: all steps done; 1: failed, the root error is printed and in the summary; 2: settings or data that cannot be used,
     found before any worker started; 130: stopped by SIGINT or SIGTERM. On
@@ -62,13 +68,18 @@ def train(
     signal.signal(signal.SIGTERM, _stop)
     config = with_absolute_paths(config)
     with resuming.begin(config, run_folder, resume) as start:
+        outside = None if driven is None else driven(start)
         if start.complete:
+            if outside is not None:
+                outside.complete(start.complete)
             print(f"already complete: {start.complete}; {start.folder.path} is left as it is", flush=True)
             return OK
-        return _train(config, start, warnings, began)
+        return _train(config, start, warnings, began, outside)
 
 
-def _train(config: Config, start: resuming.Start, warnings: Iterable[str], began: float) -> int:
+def _train(
+    config: Config, start: resuming.Start, warnings: Iterable[str], began: float, outside: Outside | None
+) -> int:
     folder = start.folder
     progress = Progress(config.trainer.steps, sys.stdout)
     setup_logging("driver", folder.log, write=progress.show)
@@ -78,12 +89,13 @@ def _train(config: Config, start: resuming.Start, warnings: Iterable[str], began
     progress.note(f"run folder: {folder.path}")
     if start.again:
         progress.note(str(start))
-    launch = _Launch(config, start, progress)
+    launch = _Launch(config, start, progress, outside)
     error: BaseException | None = None
     try:
         launch.run()
     except (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
-        error = Interrupted("stopped by a signal")
+        by_client = outside is not None and outside.stopping
+        error = Interrupted("stopped by its client" if by_client else "stopped by a signal")
     except Exception as failure:  # boundary: whatever ended the run becomes its root error and exit code
         error = failure
     finally:
@@ -93,6 +105,8 @@ def _train(config: Config, start: resuming.Start, warnings: Iterable[str], began
     error = error or launch.unwritten
     error = None if error is None else in_words(error, folder.path)
     code = launch.report(error, time.perf_counter() - began)
+    if outside is not None:
+        outside.ended(code, "" if error is None else f"{type(error).__name__}: {error}")
     launch.processes.leave(code)
     return code
 
@@ -109,7 +123,10 @@ def _tell(text: str, stream: TextIO) -> None:
 class _Launch:
     """One launch: what has been opened so far, so that it can be closed in order."""
 
-    def __init__(self, config: Config, start: resuming.Start, progress: Progress) -> None:
+    def __init__(
+        self, config: Config, start: resuming.Start, progress: Progress, outside: Outside | None = None
+    ) -> None:
+        self.outside = outside
         self.config, self.begins, self.folder, self.progress = config, start, start.folder, progress
         # Before the processes of the run get their mark: what helps a tracker ends by itself, after them.
         self.metrics = MetricsWriter(start.folder, open_trackers(config, start.folder))
@@ -119,8 +136,13 @@ class _Launch:
         self.recorder: StepRecorder | None = None
         self.unwritten: OSError | None = None  # what the end of the run could not write
 
+    def _say(self, text: str) -> None:
+        self.progress.phase(text)
+        if self.outside is not None:
+            self.outside.phase(text)
+
     def run(self) -> None:
-        config, say = self.config, self.progress.phase
+        config, say = self.config, self._say
         say("preparing model")
         model_folder = ensure_model(config.model, config.data, config.run.seed, self.progress.note)
         tokenizer = load_tokenizer(model_folder, config.data.chat_template)
@@ -133,7 +155,10 @@ class _Launch:
             return tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
         self.recorder = StepRecorder(config, self.metrics, SamplesWriter(self.folder), self.progress, decode)
-        self.session = Session(config, self.folder, model_folder, tokenizer, prompts, self.recorder)
+        if self.outside is not None:
+            self.outside.furnish(self.begins.checkpoint)
+        given = (config, self.folder, model_folder, tokenizer, prompts, self.recorder, self.outside)
+        self.session = Session(*given)
         say("starting Ray")
         self.processes.start()
         with asyncio.Runner(loop_factory=SteadyLoop) as runner:
@@ -145,7 +170,9 @@ class _Launch:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, main.cancel)
         ticker = asyncio.create_task(self._tick())
-        session, say = self.session, self.progress.phase
+        session, say = self.session, self._say
+        if self.outside is not None:
+            self.outside.begins(session, main.cancel)
         log = EventLog(self.folder.events / "events.jsonl") if self.config.observe.events else None
         checkpoint = self.begins.checkpoint
         if checkpoint is not None and checkpoint.parent != self.folder.checkpoints and not self.folder.ledger.exists():
@@ -160,6 +187,8 @@ class _Launch:
                 await session.restore(checkpoint, self.begins.undo)
             await session.prepare(say)
             say("training the first batch")
+            if self.outside is not None:
+                self.outside.ready()
             await Recovery(session, say).train()
             say("evaluating held-out prompts")
             await session.bring_all_up()
@@ -168,6 +197,8 @@ class _Launch:
             await session.close()  # in order; after a failure `end` kills instead
         finally:
             ticker.cancel()
+            if self.outside is not None:
+                self.outside.ends()
 
     async def _tick(self) -> None:
         while True:

@@ -162,5 +162,8 @@ def _complete(config: Config, checkpoint: Path | None) -> str:
 
 def _data_is_used_up(found: Mapping[str, Any], config: Config) -> bool:
     stream, run = found["stream"], found["run"]
-    given = stream["position"] >= stream["batches_per_epoch"] * config.data.epochs
+    if stream.get("client"):
+        given = stream["exhausted"]
+    else:
+        given = stream["position"] >= stream["batches_per_epoch"] * config.data.epochs
     return bool(given and not run["book"]["groups"] and not run["feeder"]["left"])

@@ -236,6 +236,8 @@ class Saving(Starting):
         self.events.note("data", group_size=self.config.algorithm.group_size, **self.stream.facts())
 
     def issue_of(self, epoch: int, index: int) -> Issue:
+        if self.outside is not None and self.outside.prompts is not None:
+            return self.outside.prompts.issues[index]
         p = self.prompts.train[index]
         return Issue(epoch, index, p.ids, p.truth, p.fields)
 

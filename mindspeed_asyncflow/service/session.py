@@ -12,7 +12,7 @@ from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.saving import Saving
 from mindspeed_asyncflow.workflow.book import Issue
-from mindspeed_asyncflow.workflow.job import Crew
+from mindspeed_asyncflow.workflow.job import Crew, Hooks
 from mindspeed_asyncflow.workflow.run import Run
 from mindspeed_asyncflow.workflow.weight_sync import expected_of
 
@@ -56,6 +56,7 @@ class Session(Saving):
             self.save,
             turns=self.turns,
             events=self.events,
+            outside=self._hooks(),
         )
         if self.resumed.state is not None:
             await self.run.restore(self.resumed.state, self.issue_of, self.resumed.held)
@@ -71,7 +72,17 @@ class Session(Saving):
             self.recorder.end()
         await self.written()
 
+    def _hooks(self) -> Hooks:
+        """Where the loops wait for somebody outside."""
+        outside = self.outside
+        if outside is None:
+            return Hooks()
+        ready = None if outside.prompts is None else outside.prompts.ready
+        return Hooks(ready, None if outside.gate is None else outside.gate.passed)
+
     def _next_batch(self) -> list[Issue] | None:
+        if self.outside is not None and self.outside.stopping:
+            return None
         batch = next(self.stream, None)
         return None if batch is None else [self.issue_of(epoch, index) for epoch, index, _ in batch]
 

@@ -49,7 +49,7 @@ from mindspeed_asyncflow.workflow.workers import Question
 
 PARTITION = "train"
 NOTICED_S = 5.0  # the death of a process is known so long after a call of it has failed
-CALLS_BESIDE_ANSWERS = 5  # of one replica at a time: load, fetch, stop, count, evaluation
+CALLS_BESIDE_ANSWERS = 8  # of one replica at a time: load, fetch, stop, count, evaluation; three for clients (desk.py)
 
 
 class Starting(Keeping):
@@ -63,14 +63,18 @@ class Starting(Keeping):
         tokenizer: Any,
         prompts: PromptSet,
         recorder: StepRecorder,
+        outside: Any = None,
     ) -> None:
+        """`outside`: an `outside.Outside`, where somebody drives the run from there."""
         super().__init__(config, folder)
+        self.tokenizer, self.outside = tokenizer, outside
         self.model_folder = model_folder
         self.stop_ids = stop_token_ids(model_folder, tokenizer)
         self.prompts, self.recorder = prompts, recorder
-        self.stream = PromptStream(
-            prompts, config.run.seed, config.data.epochs, config.data.drop_last, config.workflow.groups_per_step
-        )
+        self.stream: Any = None if outside is None else outside.prompts
+        if self.stream is None:
+            order = (config.run.seed, config.data.epochs, config.data.drop_last, config.workflow.groups_per_step)
+            self.stream = PromptStream(prompts, *order)
         self.events = NoEvents()
         self.in_place = in_place(config)
         self.threads = config.workflow.lanes + CALLS_BESIDE_ANSWERS  # of one replica
@@ -140,6 +144,8 @@ class Starting(Keeping):
         critics = self.start_critics(self.critics, spec)
         await asyncio.gather(self.in_time(others), self.start_ranks(ranks), critics, self.replicas.enough())
         self.scorer, self.references = self.keep_scorer(self.scorer), self.keep_references(self.references)
+        if self.outside is not None:
+            self.scorer = self.outside.scorer(self.scorer)
         self.keep_pairs(self.pairs)
 
     async def start_group(self) -> None:

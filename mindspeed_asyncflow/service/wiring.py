@@ -108,6 +108,7 @@ def _rollout_arguments(spec: WorkerSpec, name: str, tracer: Tracer) -> dict[str,
         group_size=config.algorithm.group_size,
         stream_out_s=config.faults.stream_out_s if config.workflow.max_lag else None,
         conversation=_conversation(spec),
+        masked=config.masked,
     )
 
 
@@ -253,7 +254,7 @@ def build_critic(spec: WorkerSpec, rank: int, master: tuple[str, int]) -> Critic
         replica=replica_of(config, rank),
         leads=rank in leaders(config),
         tracer=tracer,
-        conversations=config.turns.environment is not None,
+        conversations=config.masked,
     )
 
 
@@ -293,7 +294,7 @@ def _trainer_arguments(
         publisher=publisher,
         tracer=tracer,
         samples=_sample_log(spec, rank),
-        conversations=config.turns.environment is not None,
+        conversations=config.masked,
     )
 
 

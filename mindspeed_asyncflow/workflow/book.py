@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_asyncflow.records import PromptRow
+from mindspeed_asyncflow.workflow.given import Given
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Issue:
     prompt_ids: np.ndarray  # int32 [P]
     truth: str
     fields: str = "{}"  # JSON object for scorers and environments
+    given: Given | None = None  # its answers, where they came about outside the run
 
 
 @dataclass(slots=True)
@@ -75,6 +77,7 @@ class StepBook:
             issue.epoch,
             issue.prompt_index,
             issue.fields,
+            None if issue.given is None else issue.given.answers[member],
         )
 
     def add(self, batch: int, groups: Sequence[Sequence[PromptRow]]) -> None:
@@ -92,6 +95,11 @@ class StepBook:
         """No further batch will come."""
         self._ended = True
         self._tell()
+
+    @property
+    def ended(self) -> bool:
+        """No further batch will come."""
+        return self._ended
 
     async def change(self) -> None:
         """Wait until something about the groups changes."""
@@ -215,3 +223,7 @@ class StepBook:
 
     def batch_of(self, group_id: int) -> int:
         return self._groups[group_id].batch
+
+    def given(self, group_id: int) -> Given | None:
+        """The answers of a group that came about outside the run."""
+        return self._groups[group_id].issue.given if group_id in self._groups else None

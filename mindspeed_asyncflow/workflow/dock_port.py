@@ -107,6 +107,9 @@ class ThreadDock:
     async def read(self, rows: np.ndarray, columns: Sequence[str]) -> Mapping[str, Any]:
         return await self._run(self.client.read, rows, columns)
 
+    async def write(self, rows: np.ndarray, values: Mapping[str, Any], claim_id: int) -> None:
+        await self._run(partial(self.client.write, rows, values, claim_id=claim_id))
+
     async def done(self, claim_id: int) -> None:
         await self._run(self.client.done, claim_id)
 

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.observe.trace import get_tracer
+from mindspeed_asyncflow.records import PromptRow
 from mindspeed_asyncflow.workflow.book import Issue
+from mindspeed_asyncflow.workflow.given import Given
 from mindspeed_asyncflow.workflow.job import Job
 
+NOBODY = -1  # in the place of the replica where answers came about outside the run
 LOOK_AGAIN_S = 1.0  # what leaves dock and book in this very moment is in neither by then
 
 
 class Feeder:
-    """`batches()` gives the prompts of one batch, None at the end of the data."""
+    """`batches()` gives the prompts of one batch, None at the end of the data; `ready()`, where prompts come from
+    outside, waits until it can."""
 
-    def __init__(self, job: Job, batches: Callable[[], Sequence[Issue] | None]) -> None:
-        self.job, self.batches = job, batches
+    def __init__(
+        self,
+        job: Job,
+        batches: Callable[[], Sequence[Issue] | None],
+        ready: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self.job, self.batches, self.ready = job, batches, ready
         self._left: list[Issue] = []  # taken from the data and not issued yet
         self._replaced: dict[int, int] = {}  # prompts that the running step has issued in place of dropped groups
         self.taken = 0  # groups that the running step has trained so far
@@ -28,13 +38,18 @@ class Feeder:
         """One batch at a time, as far ahead as the window allows."""
         job = self.job
         while (batch := self.next_batch) < job.config.trainer.steps:
-            await job.window.wait_to_issue(batch)
+            await self._wait()
+            await job.window.wait_to_issue(batch)  # last: who holds the window keeps every prompt back
             issues = self._take(self._size())
             if issues is None:
                 break
             self.next_batch += 1
             await self.put(batch, issues)
         job.book.end()
+
+    async def _wait(self) -> None:
+        if self.ready is not None and not self._left:
+            await self.ready()
 
     def _size(self) -> int:
         """Groups of the next batch: what earlier steps left over is not issued again."""
@@ -64,17 +79,33 @@ class Feeder:
     async def put(self, batch: int, issues: Sequence[Issue], replaces: Sequence[int] = ()) -> None:
         """`replaces`: for each prompt the dropped group that it is issued again for; none where all are new."""
         job = self.job
+        issues = [self._young(issue) for issue in issues]
         groups = job.book.make_groups(batch, issues)
         ids = [group[0].group_id for group in groups]
         prompts = [[issue.epoch, issue.prompt_index] for issue in issues]
         # With the book and before any wait: whoever saves the book saves the same of both.
         job.events.note("issued", batch=batch, groups=ids, prompts=prompts, replaces=list(replaces))
+        for group, issue in zip(groups, issues):
+            if issue.given is not None:
+                self._answered(group, issue.given)
         with get_tracer().span("feed/put", lane="feed", step=batch, groups=len(groups)):
             if groups:
                 await job.dock.put_groups(groups)
         job.window.issued += sum(len(g) for g in groups)
         job.book.add(batch, groups)
         job.progressed()
+
+    def _young(self, issue: Issue) -> Issue:
+        """Without answers that the law lets nobody train any more: the run answers the prompt itself."""
+        old = issue.given is not None and issue.given.oldest < self.job.window.oldest_allowed()
+        return replace(issue, given=None) if old else issue
+
+    def _answered(self, group: Sequence[PromptRow], given: Given) -> None:
+        """The group comes with its answers."""
+        job, since = self.job, given.oldest
+        job.book.sampled([group[0].group_id], since)
+        rows = [[row.group_id, row.member] for row in group]
+        job.events.note("answering", replica=NOBODY, since=since, rows=rows)
 
     async def issue_again(self) -> None:
         """Prompts of open groups that the dock does not have, since a pair has lost its memory, in new groups."""
@@ -108,6 +139,8 @@ class Feeder:
     async def refill(self, step: int) -> bool:
         """Prompts in place of groups that `step` has lost without training them; False: none."""
         missing = self.missing(step)
+        if missing:
+            await self._wait()
         issues = self._take_some(missing)
         if not issues:
             if missing:

@@ -41,6 +41,14 @@ class Crew:
     comes_back: Callable[[int], bool] = lambda index: False  # whether a dead replica will have a new process
 
 
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Where the loops of a run that is driven from outside wait for somebody there; None: they do not."""
+
+    ready: Callable[[], Awaitable[None]] | None = None  # until the next batch of prompts is there
+    permitted: Callable[[int], Awaitable[None]] | None = None  # until replicas may have this version
+
+
 class Job:
     """One per run. Lives in the driver's event loop."""
 

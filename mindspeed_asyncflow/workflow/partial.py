@@ -79,8 +79,8 @@ def versions_of(answers: Sequence[Completion]) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def whole_values(answers: Sequence[Completion], continued: bool) -> dict[str, Any]:
-    """Columns of complete answers; `continued`: parts of them are in the dock and go now."""
+def whole_values(answers: Sequence[Completion], continued: bool, masked: bool = False) -> dict[str, Any]:
+    """Columns of complete answers; `continued`: parts of them are in the dock and go now; `masked`: all have masks."""
     values = {
         "response_ids": [a.token_ids for a in answers],
         "rollout_logprobs": [a.logprobs for a in answers],
@@ -88,7 +88,9 @@ def whole_values(answers: Sequence[Completion], continued: bool) -> dict[str, An
         "finish": np.array([FINISH_CODES[a.finish_reason] for a in answers], dtype=np.uint8),
     }
     masks = [a.mask for a in answers if a.mask is not None]
-    if masks:  # conversations: all answers have one
+    if masked and not masks:
+        masks = [np.ones(len(a.token_ids), np.uint8) for a in answers]
+    if masks:  # all answers have one
         values["response_mask"] = masks
     if continued:
         nothing = np.empty(0, np.int32), np.empty(0, np.float32), span_table(())

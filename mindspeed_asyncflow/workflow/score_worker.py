@@ -67,7 +67,7 @@ class ScoreWorker:
         a = config.algorithm
         self.critic = a.advantage == "gae"  # it makes advantages, and takes the KL term off the reward token by token
         self.kl = ["rollout_logprobs", "ref_logprobs"] if a.kl_reward and not self.critic else []
-        self.masks = ["response_mask"] if config.turns.environment else []
+        self.masks = ["response_mask"] if config.masked else []
 
     def score(self, claim_id: int, batch: RowBatch, again: bool = False) -> ScoreReport:
         """Write `score`, `reward` and advantages. Named are rows without a score and, where the algorithm samples
@@ -79,7 +79,7 @@ class ScoreWorker:
         began = time.perf_counter()
         with self.tracer.span("reward/score", lane=self.name, rows=len(batch)):
             columns = self.dock.read(batch.rows, ["response_ids", "truth", "fields", "finish", *self.kl, *self.masks])
-            found = self.pool.score(self._answers(columns))
+            found = self._found(batch, columns)
             scores = np.array([np.nan if s.value is None else s.value for s in found])
             rewards = scores + self._punishments(columns)
             per_token = self._token_rewards(columns, rewards)
@@ -93,7 +93,8 @@ class ScoreWorker:
             if good.any():
                 values = {"score": scores.astype(np.float32), "reward": rewards.astype(np.float32)}
                 written: dict[str, Any] = {name: of_rows[good] for name, of_rows in values.items()}
-                written |= self._advantages(good, advantages.values, per_token, columns)
+                of_rows = self._chosen(batch, advantages.values)
+                written |= self._advantages(good, of_rows, per_token, columns)
                 self.dock.write(batch.rows[good], written, claim_id=claim_id)
         unscored = {
             int(r): s.error or "too few scored answers in its group"
@@ -108,6 +109,13 @@ class ScoreWorker:
             tuple(scores.tolist()),
             {n: tuple(s.parts[n] for s in found if n in s.parts) for n in names},
         )
+
+    def _found(self, batch: RowBatch, columns: Mapping[str, Any]) -> list[Score]:
+        return self.pool.score(self._answers(columns))
+
+    def _chosen(self, batch: RowBatch, advantages: np.ndarray) -> np.ndarray:
+        """[n]: what is written of the `advantages` that the scores come to."""
+        return advantages
 
     def _go_on(self, claim_id: int, batch: RowBatch) -> ScoreReport:
         """Scores the groups of which nothing is written; all that a group gets is written at once."""

@@ -128,11 +128,12 @@ class RolloutWorker:
         group_size: int | None = None,
         stream_out_s: float | None = None,
         conversation: Conversation | None = None,
+        masked: bool = False,
     ) -> None:
         self.engine, self.dock, self.sampling, self.name = engine, dock, sampling, name
         self.seed, self.commit_groups, self.timeout_s = seed, commit_groups, timeout_s
         self.partial_rounds, self.group_size, self.stream_out_s = partial_rounds, group_size, stream_out_s
-        self.tracer, self.conversation = tracer, conversation
+        self.tracer, self.conversation, self.masked = tracer, conversation, masked
         self.completing = Completing(engine, name)
         self.mirror: tuple[RelayMirror, MirrorRoute] | None = None
         self._calls: dict[int, set[str]] = {}  # running `generate` calls -> their answers that have not ended
@@ -300,7 +301,7 @@ class RolloutWorker:
             if chosen:
                 self.dock.write(
                     handles(chosen),
-                    whole_values(chosen, continued),
+                    whole_values(chosen, continued, self.masked),
                     claim_id=claim_id,
                     versions=versions_of(chosen),
                     done=True,

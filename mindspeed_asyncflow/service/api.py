@@ -1,0 +1,218 @@
+"""The calls of `verbs.py` over a real run, which is in the event loop of the main thread; callers are in others.
+
+who             what                                          where
+the owner       all calls: whoever came first                 owner.py
+other tenants   a partition of the dock for each              partitions.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mindspeed_asyncflow.config.load import dump_resolved, parse_config
+from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.config.service import override_lines
+from mindspeed_asyncflow.errors import AsyncFlowError, ClaimLost, ConfigError, DeadlineExceeded, DockFull, ServiceError
+from mindspeed_asyncflow.service import resuming
+from mindspeed_asyncflow.service.outside import FAILED, RUNNING, STARTING, WAITING, Outside
+from mindspeed_asyncflow.service.owner import Owner
+from mindspeed_asyncflow.service.verbs import Column, Experience, Prompt, TrajectoryGroup
+
+T = TypeVar("T")
+LOOK_S = 0.1  # how often somebody in another thread looks where the run stands
+
+
+class RunApi:
+    """`Verbs` over one run. `check` raises `ConfigError` for settings that cannot work; `config`: the server's."""
+
+    def __init__(self, config: Config, check: Callable[[Config], None] = lambda config: None) -> None:
+        self.config, self._check = config, check
+        self.owner: str | None = None
+        self.overrides: dict[str, Any] = {}
+        self.outside: Outside | None = None
+        self.asked = threading.Event()  # the run shall begin, or nothing ever
+        self.stopped = threading.Event()  # nobody needs the server any more
+        self.refused = ""  # why the run did not begin
+        self._deciding = threading.Lock()
+
+    # ---- the driver's side -------------------------------------------------------------------------------------------
+
+    def begin(self, tenant: str, overrides: Mapping[str, Any]) -> None:
+        """`tenant` owns the engines from now on, and the run shall begin. Raises `ServiceError`."""
+        with self._deciding:
+            if self.owner not in (None, tenant):
+                raise ServiceError(409, "engines_in_use", "the engines of this server are initialised already")
+            if self.owner is not None:
+                if overrides and dict(overrides) != self.overrides:
+                    raise ServiceError(
+                        409, "initialised", f"the run has begun with other settings: {json.dumps(self.overrides)}"
+                    )
+                return
+            self.config = self._changed(overrides)
+            self.owner, self.overrides = tenant, dict(overrides)
+        self.asked.set()
+
+    def _changed(self, overrides: Mapping[str, Any]) -> Config:
+        if refused := list(override_lines(overrides)):
+            raise ServiceError(422, "settings", "\n".join(refused))
+        try:
+            lines = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+            changed = parse_config(dump_resolved(self.config), lines, name="settings")
+            self._check(changed)
+        except (ConfigError, ValueError, TypeError) as error:
+            raise ServiceError(422, "settings", str(error)) from error
+        return changed
+
+    def driven(self, start: resuming.Start) -> Outside:
+        self.outside = Outside(self.config, start.folder)
+        self.outside.presence.name = self.owner or "the client"
+        return self.outside
+
+    # ---- crossing ----------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        if self.outside is not None:
+            return self.outside.state
+        return FAILED if self.refused else STARTING if self.owner is not None else WAITING
+
+    def _running(self, tenant: str) -> Outside:
+        """The run of `tenant`. Raises `ServiceError` where there is none that can be asked."""
+        self._owned(tenant)
+        outside = self.outside
+        if outside is None or outside.state == STARTING:
+            raise ServiceError(503, "starting", "the engines are starting: init_engines tells when they are ready")
+        if outside.state != RUNNING or outside.loop is None:
+            why = f": {outside.error}" if outside.error else ""
+            raise ServiceError(409, "ended", f"the run has ended{why}")
+        return outside
+
+    def _owned(self, tenant: str) -> None:
+        if self.owner is None:
+            raise ServiceError(409, "not_initialised", "there is no run yet: call init_engines first")
+        if tenant != self.owner:
+            raise ServiceError(404, "no_run", "you have no run: the engines of this server belong to somebody else")
+
+    async def _in_run(
+        self,
+        outside: Outside,
+        work: Coroutine[Any, Any, T],
+        undo: Callable[[T], Awaitable[None]] | None = None,
+    ) -> T:
+        """What `work` gives, which runs in the run's loop. `undo` of its result where the caller is gone meanwhile."""
+        loop = outside.loop
+        if loop is None:
+            work.close()
+            raise ServiceError(409, "ended", "the run has ended")
+        asked = asyncio.run_coroutine_threadsafe(work, loop)
+        waiting = asyncio.wrap_future(asked)
+        try:
+            with outside.presence.calling():
+                return await waiting
+        except asyncio.CancelledError:
+            if outside.loop is None and not _cancelled():
+                raise ServiceError(409, "ended", f"the run has ended: {outside.error or 'no more steps'}") from None
+            if undo is not None and asked.done() and not asked.cancelled() and asked.exception() is None:
+                asyncio.run_coroutine_threadsafe(_awaited(undo(asked.result())), loop)
+            raise
+        except AsyncFlowError as error:
+            raise told(error) from error
+
+    # ---- the five ----------------------------------------------------------------------------------------------------
+
+    async def init_engines(self, tenant: str, overrides: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
+        await asyncio.to_thread(self.begin, tenant, overrides)
+        given = 0
+        while True:
+            outside = self.outside
+            if outside is not None:
+                for phase in outside.phases[given:]:
+                    given += 1
+                    yield {"phase": phase}
+                if outside.state == RUNNING:
+                    yield {"ready": True, **await self._in_run(outside, Owner(outside).facts())}
+                    return
+                if outside.over.is_set():
+                    if outside.error:
+                        raise ServiceError(500, "failed", f"the run has failed: {outside.error}")
+                    yield {"ready": False, "state": outside.state, "summary": outside.summary}
+                    return
+            if self.refused:
+                raise ServiceError(422, "settings", self.refused)
+            await asyncio.sleep(LOOK_S)
+
+    async def put_prompts_data(self, tenant: str, prompts: Sequence[Prompt], last: bool) -> Mapping[str, Any]:
+        outside = self._running(tenant)
+        return await self._in_run(outside, Owner(outside).put_prompts(prompts, last))
+
+    async def get_experience_data(
+        self, tenant: str, task: str, columns: Sequence[str], groups: int, timeout_s: float
+    ) -> Experience:
+        outside = self._running(tenant)
+        owner = Owner(outside)
+
+        async def undo(found: Experience) -> None:
+            owner.release(found.claim)
+
+        return await self._in_run(outside, owner.get(task, columns, groups, timeout_s), undo)
+
+    async def put_experience_data(
+        self, tenant: str, claim: int, rows: np.ndarray, columns: Mapping[str, Column]
+    ) -> Mapping[str, Any]:
+        outside = self._running(tenant)
+        return await self._in_run(outside, Owner(outside).put(claim, rows, columns))
+
+    async def put_trajectories(self, tenant: str, groups: Sequence[TrajectoryGroup]) -> Mapping[str, Any]:
+        outside = self._running(tenant)
+        return await self._in_run(outside, Owner(outside).put_trajectories(groups))
+
+    async def weight_sync_notify(self, tenant: str, version: int | None, timeout_s: float) -> Mapping[str, Any]:
+        outside = self._running(tenant)
+        return await self._in_run(outside, Owner(outside).weight_sync(version, timeout_s))
+
+    async def stop(self, tenant: str, now: bool) -> Mapping[str, Any]:
+        self._owned(tenant)
+        outside = self.outside
+        while outside is None and not self.refused:
+            await asyncio.sleep(LOOK_S)
+            outside = self.outside
+        if outside is None:
+            self.stopped.set()
+            return {"state": FAILED, "error": self.refused}
+        asked = False
+        while not outside.over.is_set():
+            if outside.loop is not None and not asked:
+                outside.loop.call_soon_threadsafe(outside.stop, now)
+                asked = True
+            await asyncio.sleep(LOOK_S)
+        self.stopped.set()
+        return {"state": outside.state, "exit_code": outside.code, "error": outside.error, "summary": outside.summary}
+
+
+def told(error: AsyncFlowError) -> ServiceError:
+    """What a caller is told of an error inside the run."""
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, DeadlineExceeded):
+        return ServiceError(504, "timeout", str(error))
+    if isinstance(error, DockFull):
+        return ServiceError(507, "full", str(error))
+    if isinstance(error, ClaimLost):
+        return ServiceError(409, "claim_lost", str(error))
+    return ServiceError(422, "refused", str(error))
+
+
+def _cancelled() -> bool:
+    """Whether the running task itself is being cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _awaited(work: Awaitable[T]) -> T:
+    return await work
