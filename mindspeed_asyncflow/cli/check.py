@@ -121,7 +121,8 @@ def _weights(config: Config, model: ModelShape) -> Iterator[str]:
         share = _share(model, parallel, width)
     except ConfigError:  # a finding says why
         return
-    yield f"trainer {parallel}: each rank writes {share} MiB of it to the relay"
+    kind = f" ({config.trainer.engine})" if config.trainer.own else ""
+    yield f"trainer {parallel}{kind}: each rank writes {share} MiB of it to the relay"
     yield f"{config.workflow.keep_versions} versions are kept in the relay, which has memory for one more"
     if config.workflow.schedule == "colocated":
         yield "in turn: the replicas load the newest version and answer a batch, sleep, and the trainer takes a step"
@@ -148,7 +149,8 @@ def _processes(config: Config, machine: Machine) -> Iterator[str]:
     yield "driver: workflow loops"
     yield "dock: controller and warehouse of this node"
     order = f"TP {t.tensor_parallel} x CP {t.context_parallel} x DP {t.data_parallel} x PP {t.pipeline_parallel}"
-    yield f"trainer: {t.world_size} rank{'s' * (t.world_size > 1)} on {device} ({order}), {t.threads} threads each"
+    ranks = f"{t.world_size} x {t.engine} on {device} ({order})"
+    yield f"trainer: {ranks}, {t.threads} threads each"
     if config.critic_size:
         yield f"critic: {config.critic_size} ranks on {device}, cut like it, {config.critic.threads} threads each"
     where = f"the trainer's {device}s, in turn with it" if config.workflow.schedule == "colocated" else device

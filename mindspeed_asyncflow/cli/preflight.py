@@ -20,6 +20,7 @@ from mindspeed_asyncflow.data.sources import Sources, make_sources
 from mindspeed_asyncflow.data.stream import PromptStream
 from mindspeed_asyncflow.data.tasks import Demonstrating, Task
 from mindspeed_asyncflow.data.tokenizers import load_tokenizer, set_chat_template
+from mindspeed_asyncflow.engines import registry as registry_of_engines
 from mindspeed_asyncflow.environments.base import build_environment
 from mindspeed_asyncflow.errors import ConfigError, DataError, RewardError
 from mindspeed_asyncflow.planner.work import Work
@@ -105,6 +106,7 @@ def inspect(config: Config, machine: Machine | None = None, node: ascend.Node | 
         found += ascend.variable_findings(config, environ)
     elif pythons(config):
         found += environments.findings_on_cpus(config)
+    found += _engines(config, machine)
     if machine.assumed:
         found = list(_elsewhere(config, found))
     elif machine.nodes > 1:
@@ -113,6 +115,21 @@ def inspect(config: Config, machine: Machine | None = None, node: ascend.Node | 
     if not machine.assumed or not absent(config):
         found += [f for f in _task_and_model(config) if not said.intersection(f.keys)]
     return sorted(found, key=lambda finding: finding.level != "error")
+
+
+def _engines(config: Config, machine: Machine) -> Iterator[checks.Finding]:
+    """Whether the user's engines can be imported, and have what a run calls."""
+    for side in (registry_of_engines.TRAINER, registry_of_engines.ROLLOUT):
+        if not getattr(config, side.name).own:
+            continue
+        if getattr(config.placement, f"{side.name}_python"):
+            text = "is looked at when it starts: it lives in another Python than this command"
+            yield checks.Finding("warning", (side.key, f"placement.{side.name}_python"), text)
+            continue
+        try:
+            registry_of_engines.check(side, config)
+        except ConfigError as error:
+            yield checks.Finding("warning" if machine.assumed else "error", (side.key,), str(error))
 
 
 def device_work(config: Config, machine: Machine, found: list[checks.Finding]) -> Work | None:

@@ -27,8 +27,8 @@ FREE_KEYS = {
     },
     "critic": {"threads"},
     "rollout": {
-        *("engine", "replicas", "min_replicas", "tensor_parallel", "max_running", "kv_cache_mb", "timeout_s"),
-        *("threads", "ascend"),
+        *("engine", "engine_options", "replicas", "min_replicas", "tensor_parallel", "max_running", "kv_cache_mb"),
+        *("timeout_s", "threads", "ascend"),
     },
     "reward": {"workers", "timeout_s"},
     "workflow": {

@@ -59,11 +59,12 @@ def check(config: Config, machine: Machine, model: Mapping[str, Any] | None = No
         model = model or feasibility.model_config(config)
         shape = describe(model) if model is not None else None
     except ConfigError as error:
-        found.append(Finding("error", ("model.source",), str(error)))
+        known = not config.trainer.own or bool(config.critic_size)  # an own engine may know more models
+        found.append(Finding("error" if known else "warning", ("model.source",), str(error)))
     found += [Finding(*f) for f in feasibility.findings(config, machine, shape)]
     found += [Finding(*f) for f in host_memory.findings(config, machine, shape)]
     found += [Finding(*f) for f in observe.findings(config, machine)]
-    if model is not None and shape is not None:
+    if model is not None and shape is not None and (not config.trainer.own or config.critic_size):
         found += [*_parallel(config, model), *_rotary(model, machine)]
     return sorted(found, key=lambda finding: finding.level != "error")
 

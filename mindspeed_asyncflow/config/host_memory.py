@@ -75,7 +75,7 @@ def memory_bytes(config: Config, machine: Machine, model: ModelShape | None) -> 
     engines = 0 if in_place(config) else replicas  # processes of their own
     parts = {
         "trainer processes": ranks * TRAINER_RANK_BYTES,
-        "rollout processes": engines * r.tensor_parallel * REPLICA_BYTES[r.engine],
+        "rollout processes": engines * r.tensor_parallel * REPLICA_BYTES.get(r.engine, REPLICA_BYTES["reference"]),
         "dock arena": config.dock.arena_mb * math.ceil(config.dock.pairs / machine.nodes) * MIB,
     }
     critics = min(config.critic_size, ranks)

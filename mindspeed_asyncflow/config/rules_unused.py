@@ -15,6 +15,15 @@ def rules(c: Config) -> Iterator[Raw]:
     yield from _mathematics(c)
     yield from _intake(c)
     yield from _ascend(c)
+    for side, section in (("trainer", c.trainer), ("rollout", c.rollout)):
+        if not section.own:
+            why = (f"{side}.engine", f"{section.engine} is no engine of your own")
+            yield from _changed(side, section, ("engine_options",), why)
+    if c.trainer.own and not c.critic_size:
+        why = ("trainer.engine", "it is not megatron")
+        yield from _changed(
+            "trainer.mindspeed", c.trainer.mindspeed, tuple(type(c.trainer.mindspeed).model_fields), why
+        )
 
 
 def _changed(prefix: str, section: Section, names: tuple[str, ...], why: tuple[str, str]) -> Iterator[Raw]:

@@ -48,7 +48,7 @@ def _colocated(c: Config) -> Iterator[Raw]:
             "colocated with engine reference, one process per device holds a trainer rank and a replica: set replicas "
             f"to {ranks} and tensor_parallel to 1, not {r.replicas} and {r.tensor_parallel}",
         )
-    elif r.engine == "vllm" and devices != ranks:
+    elif (r.engine == "vllm" or r.own) and devices != ranks:
         yield (
             "error",
             ("workflow.schedule", "rollout.replicas", "rollout.tensor_parallel"),

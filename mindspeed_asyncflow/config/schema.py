@@ -11,8 +11,9 @@ from mindspeed_asyncflow.config.algorithm import AlgorithmConfig, CorrectionConf
 from mindspeed_asyncflow.config.ascend_rollout import AscendRolloutConfig
 from mindspeed_asyncflow.config.checkpoint import CheckpointConfig
 from mindspeed_asyncflow.config.cluster import ClusterConfig, SimulationConfig, WorkloadConfig
+from mindspeed_asyncflow.config.engines import ENGINE_NAME, ROLLOUT_ENGINES, TRAIN_ENGINES, YOURS
 from mindspeed_asyncflow.config.faults import FaultsConfig
-from mindspeed_asyncflow.config.intake import DataConfig, EvaluationConfig, RewardConfig, TurnsConfig
+from mindspeed_asyncflow.config.intake import DataConfig, EvaluationConfig, Options, RewardConfig, TurnsConfig
 from mindspeed_asyncflow.config.mindspeed import MindSpeedConfig
 from mindspeed_asyncflow.config.observe import ObserveConfig
 from mindspeed_asyncflow.config.placement import PlacementConfig
@@ -41,6 +42,8 @@ class ModelConfig(Section):
 
 
 class TrainerConfig(Section):
+    engine: str = Field("megatron", pattern=ENGINE_NAME, description=f"megatron: megatron-core; {YOURS}.")
+    engine_options: Options = Field(default_factory=dict, description="Arguments of an engine of your own.")
     steps: int = Field(60, ge=1, description="Optimizer steps; one per global batch.")
     lr: float = Field(2e-4, gt=0, description="Peak learning rate.")
     lr_warmup_steps: int = Field(5, ge=0, description="Steps over which the rate rises from 0.")
@@ -72,16 +75,24 @@ class TrainerConfig(Section):
     mindspeed: MindSpeedConfig = MindSpeedConfig()
 
     @property
+    def own(self) -> bool:
+        """Whether the engine is the user's."""
+        return self.engine not in TRAIN_ENGINES
+
+    @property
     def world_size(self) -> int:
         """Ranks: TP x PP x CP x DP. EP is carved out of DP x CP."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
 
 class RolloutConfig(Section):
-    engine: Literal["vllm", "reference", "simulated"] = Field(
+    engine: str = Field(
         "vllm",
-        description="vllm: vLLM / vllm-ascend; reference: plain torch; simulated: no model, `asyncflow simulate` only.",
+        pattern=ENGINE_NAME,
+        description="vllm: vLLM / vllm-ascend; reference: plain torch; simulated: no model, `asyncflow simulate` only; "
+        f"{YOURS}.",
     )
+    engine_options: Options = Field(default_factory=dict, description="Arguments of an engine of your own.")
     replicas: int = Field(1, ge=1, description="Independent engines.")
     min_replicas: int | None = Field(
         None, ge=1, description="The run starts with so many replicas, the others join when they are up; default: all."
@@ -98,6 +109,11 @@ class RolloutConfig(Section):
     timeout_s: float = Field(120.0, gt=0, description="Deadline of one generation batch.")
     threads: int = Field(1, ge=1, description="CPU threads of each replica.")
     ascend: AscendRolloutConfig = AscendRolloutConfig()
+
+    @property
+    def own(self) -> bool:
+        """Whether the engine is the user's."""
+        return self.engine not in ROLLOUT_ENGINES
 
     @property
     def native(self) -> tuple[str, int] | None:

@@ -1,4 +1,4 @@
-"""What the workflow needs from engines: three small protocols, defined where they are used.
+"""What the workflow needs from engines: small protocols, defined where they are used.
 
 A `TrainEngine` lives in every trainer rank, a `CriticEngine` in every critic rank, a `RolloutEngine` in every rollout
 replica. None knows Ray, the dock or the loops. All arrays that cross these interfaces are numpy on the host.
@@ -49,10 +49,6 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def export_weights(self) -> Iterator[tuple[str, Any]]:
-        """(Hugging Face name, full host tensor) in layer order, on every rank; rank 0 uses the values."""
-        ...
-
     def begin_save(self, folder: str) -> None:
         """Model, optimizer, schedule and random states to host memory, from which this rank's part is then written to
         `folder` beside training. Between two steps. A save that nobody has finished is given up."""
@@ -82,14 +78,18 @@ class TrainEngine(Protocol):
         """`reshard.layout.Layout` of all trainer ranks. Not collective."""
         ...
 
+    def close(self) -> None: ...
+
+
+class SharingTrainEngine(TrainEngine, Protocol):
+    """One that can give its device to a replica (`workflow.schedule: colocated`, `workflow.lend`)."""
+
     def train_state(self) -> dict[str, list[Any]]:
         """All torch tensors that must leave the device while it generates: "train weights", "gradients", "optimizer".
 
         One tensor for each storage. Not collective; ask again after a step, since moments appear at the first one.
         """
         ...
-
-    def close(self) -> None: ...
 
 
 class CriticEngine(Protocol):

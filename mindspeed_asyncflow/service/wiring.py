@@ -15,9 +15,12 @@ from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.data.tokenizers import decode_answers, load_tokenizer
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.engines.base import RolloutEngine
+from mindspeed_asyncflow.engines.registry import build_rollout as build_rollout_engine
+from mindspeed_asyncflow.engines.registry import build_trainer as build_train_engine
+from mindspeed_asyncflow.engines.setup import RolloutSetup, TrainSetup
 from mindspeed_asyncflow.observe.log import setup_logging
 from mindspeed_asyncflow.observe.trace import Tracer, configure
-from mindspeed_asyncflow.platforms.base import current
+from mindspeed_asyncflow.platforms.base import Platform, current
 from mindspeed_asyncflow.platforms.ports import HeldPort, hold_port
 from mindspeed_asyncflow.records import SamplingSpec
 from mindspeed_asyncflow.reshard.topology import Topology
@@ -77,6 +80,8 @@ def _engine_arguments(spec: WorkerSpec) -> dict[str, Any]:
 
 
 def _rollout_engine(spec: WorkerSpec, sleeps: bool) -> RolloutEngine:
+    if spec.config.rollout.own:
+        return build_rollout_engine(RolloutSetup(**_engine_arguments(spec), platform=_platform(spec), sleeps=sleeps))
     if spec.config.rollout.engine == "vllm":
         from mindspeed_asyncflow.engines.vllm.engine import VLLMEngine
 
@@ -198,11 +203,22 @@ def _sample_log(spec: WorkerSpec, rank: int) -> NoSamples:
     return SampleLog(Path(spec.events_folder), replica_of(config, rank), share)
 
 
+def _platform(spec: WorkerSpec) -> Platform:
+    return current(spec.config.run.platform)
+
+
 def _train_engine(spec: WorkerSpec, rank: int, master: tuple[str, int]) -> Any:
     from mindspeed_asyncflow.algorithms.policy_loss import make_policy_loss
-    from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
 
     config = spec.config
+    if config.trainer.own:
+        loss = make_policy_loss(config.algorithm, config.correction)
+        arguments = _rank_arguments(spec, rank, master) | {"platform": _platform(spec), "loss_fn": loss}
+        return build_train_engine(
+            TrainSetup(spec.model_folder, config.trainer, temperature=config.rollout.temperature, **arguments)
+        )
+    from mindspeed_asyncflow.engines.megatron.bootstrap import bootstrap
+
     bootstrap(config.run.platform, config.trainer.threads)  # changes torch, so it comes before megatron is imported
     from mindspeed_asyncflow.engines.megatron.engine import MegatronTrainEngine
 
@@ -216,7 +232,7 @@ def _train_engine(spec: WorkerSpec, rank: int, master: tuple[str, int]) -> Any:
 
 
 def _rank_arguments(spec: WorkerSpec, rank: int, master: tuple[str, int]) -> dict[str, Any]:
-    """Of a megatron engine, whatever it trains."""
+    """Of a training engine, whatever it trains."""
     config = spec.config
     return dict(
         dtype=config.model.dtype,
@@ -266,7 +282,7 @@ def _trainer_arguments(
     from mindspeed_asyncflow.reshard.relay_plan import write_plan
     from mindspeed_asyncflow.reshard.unstored import UnstoredWriter
 
-    name, config = f"trainer{rank}", spec.config
+    name, config, platform = f"trainer{rank}", spec.config, _platform(spec)
     plan = write_plan(engine.layout)
     table = plan.table(engine.layout, config.model.dtype)
     writer = (
@@ -278,8 +294,8 @@ def _trainer_arguments(
         engine.shards,
         plan.ranks[rank],
         writer,
-        platform=engine.platform,
-        device=engine.device,
+        platform=platform,
+        device=platform.device(),
         name=name,
         timeout_s=config.workflow.watchdog_s,
         tracer=tracer,
@@ -310,7 +326,7 @@ def build_trainer(
     from mindspeed_asyncflow.platforms.memory import DeviceMemory
     from mindspeed_asyncflow.workflow.sharing import GivingTrainWorker, SwappedDevice
 
-    return GivingTrainWorker(**arguments, device=SwappedDevice(engine, DeviceMemory(engine.platform)))
+    return GivingTrainWorker(**arguments, device=SwappedDevice(engine, DeviceMemory(_platform(spec))))
 
 
 class OneProcess:

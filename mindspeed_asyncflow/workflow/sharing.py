@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from mindspeed_asyncflow.engines.base import RolloutEngine, TrainEngine
+from mindspeed_asyncflow.engines.base import RolloutEngine, SharingTrainEngine
 from mindspeed_asyncflow.errors import PlatformError, WeightSyncError
 from mindspeed_asyncflow.platforms.memory import (
     GENERATION_WEIGHTS,
@@ -54,7 +54,7 @@ class SharedDevice(Protocol):
 class SwappedDevice:
     """Train state goes to the host; who generates here has a process of its own."""
 
-    def __init__(self, engine: TrainEngine, memory: DeviceMemory) -> None:
+    def __init__(self, engine: SharingTrainEngine, memory: DeviceMemory) -> None:
         self.engine, self.memory = engine, memory
         self._swap = HostSwap(memory, HostPool(memory.platform))
 

@@ -73,7 +73,7 @@ def test_all_mistakes_are_reported_together_with_line_and_value():
         ("trainer.lr", ".nan"),
         ("trainer.lr", ".inf"),
         ("trainer.lr", "null"),
-        ("rollout.engine", "sglang"),
+        ("rollout.engine", "my engine"),
         ("data.task", "2026"),
         ("trainer", "3"),
         ("run.name", "../x"),
