@@ -3,6 +3,9 @@
 a rank dies or freezes ─► the loops end ─► the rest of the group is killed; replicas elsewhere stop what they answer
     ─► the group is started again ─► it and the driver go back to the newest checkpoint, or to version 0 ─► the loops
        go on with the same replicas, scorer and dock
+
+So it does where a dock pair has lost the memory with rows that the running step had begun with: their gradients are in
+the sums of the step already, or in those of some ranks only.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from mindspeed_asyncflow.errors import WorkerLost
+from mindspeed_asyncflow.errors import AsyncFlowError, StaleHandle, WorkerLost
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.service import resuming
 from mindspeed_asyncflow.service.session import Session
@@ -43,8 +46,8 @@ class Recovery:
         finally:
             self._stop_watching()
 
-    async def _train(self) -> tuple[str, WorkerLost] | None:
-        """Train to the end, or until a rank is lost: which one, and how."""
+    async def _train(self) -> tuple[str, AsyncFlowError] | None:
+        """Train to the end, or until the group must begin again: who was lost, and how."""
         training = asyncio.ensure_future(self.session.train())
         try:
             await asyncio.wait([training, *self._watches], return_when=asyncio.FIRST_COMPLETED)
@@ -58,7 +61,8 @@ class Recovery:
         for watch in self._watches:
             if watch.done() and isinstance(error := watch.exception(), WorkerLost):
                 return watch.get_name(), error
-        return training.result()  # raises
+        error = None if training.cancelled() else training.exception()
+        return ("trainer", error) if isinstance(error, StaleHandle) else training.result()  # raises
 
     def _watch(self) -> None:
         heartbeat_s = self.session.config.faults.heartbeat_s

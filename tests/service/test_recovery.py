@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_asyncflow.config.faults import FaultsConfig
-from mindspeed_asyncflow.errors import EngineError, WorkerLost
+from mindspeed_asyncflow.errors import EngineError, StaleHandle, WorkerLost
 from mindspeed_asyncflow.service import recovery
 from mindspeed_asyncflow.service.recovery import Recovery
 from mindspeed_asyncflow.service.supervision import Supervision
@@ -94,6 +94,10 @@ async def hears_of_it_first(session):
     raise RuntimeError("connection closed by peer")
 
 
+async def misses_its_rows(session):
+    raise StaleHandle("row 7 is of an earlier life of pair 0")
+
+
 async def fails(session):
     raise EngineError("not finite")
 
@@ -128,6 +132,12 @@ def test_a_lost_rank_starts_the_group_again_from_the_newest_checkpoint(fault, na
     assert error is None and not session.rounds
     assert session.done == ["end", "start", "abandon", ("restore", Path("newest")), "prepare"]
     assert session.notes == [("lost", name), ("recovered", name)]
+
+
+def test_rows_that_a_dock_pair_loses_under_a_step_start_the_group_again():
+    session, error = run(misses_its_rows, ends)
+    assert error is None and session.done[-2:] == [("restore", Path("newest")), "prepare"]
+    assert session.notes == [("lost", "trainer"), ("recovered", "trainer")]
 
 
 @pytest.mark.parametrize("others", [True, False])
