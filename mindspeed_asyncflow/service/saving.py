@@ -30,6 +30,7 @@ from mindspeed_asyncflow.observe import checkpoints
 from mindspeed_asyncflow.observe.checkpoints import SavedFile
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.reshard.hf_folder import export_hf
+from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.starting import PARTITION, Starting
 from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.checkpoint import Held, settle
@@ -75,8 +76,7 @@ class Saving(Starting):
                 copies = self._all_ranks("begin_save", str(partial))
                 shared = await self._in_time(copies, "the trainer and critic ranks to copy their state to host memory")
             self._progressed()
-            cut = self._in_thread(self._cut_dock, partial / DOCK)
-            await self._in_time(cut, "the dock to be written")
+            await self._in_time(self._cut_whole_dock(partial / DOCK), "the dock to be written")
         except AsyncFlowError as error:  # that of a rank which is lost too: whoever watches it knows what to do
             self._not_written(step, last, error)
             return
@@ -132,8 +132,15 @@ class Saving(Starting):
 
     def _own_client(self) -> DockClient:
         """A frozen dock serves nobody else, also not the driver's other calls."""
-        spec = self.spec
-        return DockClient(spec.dock_addresses, spec.dock_secret, self.config.dock.wait_s)
+        return wiring.dock_client(self.spec)
+
+    async def _cut_whole_dock(self, folder: Path) -> None:
+        """A pair that is started again in the middle does not know that it was frozen: the cut begins anew, once."""
+        try:
+            await self._in_thread(self._cut_dock, folder)
+        except AsyncFlowError as error:
+            get_logger("checkpoints").warning("the dock is cut once more for a checkpoint: %s", error)
+            await self._in_thread(self._cut_dock, folder)
 
     def _cut_dock(self, folder: Path) -> None:
         client = self._own_client()

@@ -87,11 +87,21 @@ def failing(error):
 )
 def test_a_dock_that_cannot_be_written_in_time_is_a_warning_but_at_the_end(tmp_path, caplog, error):
     async def main():
-        session = Session(tmp_path / "run", failing(error), failing(error))
+        session = Session(tmp_path / "run", *[failing(error)] * 4)
         await session.save(2)
         assert "no checkpoint of step 2, the run goes on without it" in caplog.text
         with pytest.raises(type(error)):
             await session.save(4, last=True)
+
+    asyncio.run(main())
+
+
+def test_a_dock_pair_that_is_started_again_in_the_cut_costs_no_checkpoint(tmp_path):
+    async def main():
+        session = Session(tmp_path / "run", failing(WorkerReplaced("dock0 died")))
+        await session.save(4)
+        await session.written()
+        assert session.names() == ["latest", "step_000004"]
 
     asyncio.run(main())
 
