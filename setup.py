@@ -17,6 +17,9 @@ COMMON = [
     "tensorboard==2.21.0",  # event files beside the JSON lines
     "safetensors==0.8.0",  # Hugging Face folders
     "math-verify==0.9.0",  # equality of mathematical answers
+    "fastapi==0.136.3",  # asyncflow serve: calls and their description
+    "uvicorn==0.54.0",  # its web server
+    "httpx==0.28.1",  # its client for Python
     'pyarrow==26.0.1; python_version >= "3.11"',  # Parquet files of prompts
     'pyarrow==25.0.0; python_version < "3.11"',  # the newest one for that Python
 ]

@@ -22,6 +22,7 @@ from mindspeed_asyncflow.cli import (
     profile,
     replay,
     report,
+    serve,
     simulate,
     train,
 )
@@ -30,6 +31,7 @@ from mindspeed_asyncflow.errors import AsyncFlowError, ConfigError
 EXIT_CODES = "exit status: 0 done, 1 the run failed, 2 wrong settings or usage, 130 interrupted"
 COMMANDS = (
     train,
+    serve,
     check,
     plan,
     profile,
