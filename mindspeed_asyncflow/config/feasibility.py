@@ -48,6 +48,11 @@ def sharing_replicas(config: Config) -> int:
     return config.trainer.world_size // config.rollout.tensor_parallel if config.workflow.lend else 0
 
 
+def devices(config: Config) -> int:
+    """Of trainer, critic and rollout; what they share counts once."""
+    return config.trainer.world_size + config.critic_size + own_replicas(config) * config.rollout.tensor_parallel
+
+
 def needed_replicas(config: Config) -> int:
     """Replicas with devices of their own that must be up before the run starts."""
     return min(config.rollout.min_replicas or own_replicas(config), own_replicas(config))

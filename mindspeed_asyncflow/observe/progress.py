@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from mindspeed_asyncflow.observe.bottleneck import Sizes, averaged, bottleneck, kind
 from mindspeed_asyncflow.observe.log import shown
 from mindspeed_asyncflow.observe.summary import duration
 
@@ -33,15 +34,18 @@ class Progress:
         live: bool | None = None,
         width: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sizes: Sizes | None = None,
     ):
         """`live`: rewrite a block (default: where `stream` is a terminal). `color`: only used in the live block.
-        `width`: columns, default the terminal's at each drawing."""
+        `width`: columns, default the terminal's at each drawing. `sizes`: say also what holds the run back."""
         self._total = total_steps
         self._stream = stream
         self._live = stream.isatty() if live is None else live
         self._color = color and self._live
         self._width = width
         self._clock = clock
+        self._sizes = sizes
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=10)
         self._begin = clock()
         self._phase = ""
         self._phase_begin = self._begin
@@ -80,9 +84,11 @@ class Progress:
             self._first_step_at, self._first_step = now, self._done
         self._last_step_at = now
         self._metrics.update(metrics)
+        self._recent.append(metrics)
         if math.isfinite(metrics.get("reward/mean", math.nan)):
             self._rewards.append(metrics["reward/mean"])
-        line = "  ".join([self._step_text(), *(f"{k} {v}" for k, v in self._fields())])
+        bound = [kind(sentence)] if (sentence := self._bottleneck()) else []
+        line = "  ".join([self._step_text(), *(f"{k} {v}" for k, v in self._fields()), *bound])
         shown(line)
         if self._live:
             self._draw(force=True)
@@ -170,7 +176,9 @@ class Progress:
                 continue
             used += size + (3 if row else 0)
             row.append(f"{self._paint(key, _DIM)} {self._paint(value, _BOLD)}")
-        return [*lines, "   ".join(row)] if row else lines
+        lines += ["   ".join(row)] if row else []
+        sentence = self._bottleneck()
+        return [*lines, sentence] if sentence and len(sentence) <= width else lines
 
     def _paint(self, text: str, code: str) -> str:
         return f"{code}{text}{_RESET}" if self._color and text else text
@@ -201,6 +209,10 @@ class Progress:
             return None
         pace = (self._last_step_at - self._first_step_at) / (self._done - self._first_step)
         return max(0.0, pace * (self._total - self._done) - (self._clock() - self._last_step_at))
+
+    def _bottleneck(self) -> str:
+        """Over the last steps; one alone says little."""
+        return bottleneck(averaged(self._recent), self._sizes) if self._sizes is not None else ""
 
     def _fields(self) -> list[tuple[str, str]]:
         fields: list[tuple[str, str]] = []

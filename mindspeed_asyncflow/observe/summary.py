@@ -29,7 +29,8 @@ REQUIRED = (
 """Keys of every summary. Further ones that are shown where present: `error` (root error of a failed run), `note` (why
 it ended early without an error), `heldout_first`, `evaluation_first` and `evaluation` (the newest one; keys as in
 `evaluations.jsonl`), `dropped_by_reason` {reason: answers}, `lag_histogram` {lag:
-answers}, `samples_per_s`, `tokens_per_s`, `trainer_idle_share`, `rollout_idle_share`, `task`, `model`."""
+answers}, `samples_per_s`, `tokens_per_s`, `trainer_idle_share`, `rollout_idle_share`, `bottleneck` (in words), `task`,
+`model`."""
 
 TREND_STEPS = 20
 _COUNTS = ("steps", "samples_issued", "samples_trained", "samples_dropped", "samples_open")
@@ -94,6 +95,8 @@ def closing_words(summary: Mapping[str, Any], folder: Path | str | None = None) 
             (("trainer_idle_share", "trainer"), ("rollout_idle_share", "rollout")) if get(key) is not None]  # fmt: skip
     if speed or idle:
         lines.append("Speed: " + ", ".join(speed + idle) + ".")
+    if get("bottleneck"):
+        lines.append(f"What held it back: {get('bottleneck')}.")
     lines.append(_ledger(summary))
     if get("rollout_train_logprob_gap_max") is not None:
         lines.append(

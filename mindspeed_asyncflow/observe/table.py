@@ -217,8 +217,10 @@ METRICS: tuple[Metric, ...] = (
     # throughput: the clock is wall time between the ends of two steps
     Metric("perf/samples_per_s", "answers/s", "last", "", "",
            "Trained answers per second of wall time."),
-    Metric("perf/tokens_per_s", "tokens/s", "last", "", "perf/throughput",
+    Metric("perf/tokens_per_s", "tokens/s", "last", "", "",
            "Prompt and response tokens trained per second of wall time, all devices."),
+    Metric("perf/tokens_per_s_per_device", "tokens/s", "last", "", "perf/throughput",
+           "The same for each device of the run: trainer, critic and rollout."),
     Metric("perf/gen_tokens_per_s", "tokens/s", "last", "", "",
            "Response tokens generated per second of wall time."),
     Metric("perf/host_memory_bytes", "bytes", "last", "", "",

@@ -21,6 +21,7 @@ from mindspeed_asyncflow.data.prompts import PromptSet
 from mindspeed_asyncflow.data.sources import make_sources
 from mindspeed_asyncflow.data.tokenizers import load_tokenizer
 from mindspeed_asyncflow.errors import AsyncFlowError, ConfigError, DataError, PlatformError, WorkerLost
+from mindspeed_asyncflow.observe.bottleneck import Sizes
 from mindspeed_asyncflow.observe.ledger import Ledger, inherit
 from mindspeed_asyncflow.observe.log import close_logging, get_logger, setup_logging, shown
 from mindspeed_asyncflow.observe.progress import Progress
@@ -81,7 +82,7 @@ def _train(
     config: Config, start: resuming.Start, warnings: Iterable[str], began: float, outside: Outside | None
 ) -> int:
     folder = start.folder
-    progress = Progress(config.trainer.steps, sys.stdout)
+    progress = Progress(config.trainer.steps, sys.stdout, sizes=Sizes.of(config))
     setup_logging("driver", folder.log, write=progress.show)
     for warning in warnings:
         shown(warning)

@@ -13,7 +13,9 @@ import numpy as np
 import psutil
 
 from mindspeed_asyncflow.algorithms.aggregate import loss_denominator
+from mindspeed_asyncflow.config.feasibility import devices
 from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.observe.bottleneck import Sizes, bottleneck
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.observe.metrics import describe, reduce_sums
 from mindspeed_asyncflow.observe.progress import Progress
@@ -83,6 +85,7 @@ class StepRecorder:
         self._pending_eval: dict[str, float] = {}
         self._critic: dict[str, float] = {}
         self._recent: deque[str] = deque(maxlen=50)
+        self._unscored: list[float] = []  # waiting for a score at the end of each step of this process
 
     def begin(self) -> None:
         """The loops start now; idle shares and throughput count from here."""
@@ -197,6 +200,7 @@ class StepRecorder:
             "train/skipped_steps": self.skipped,
             "perf/samples_per_s": len(self._step_rewards) / wall,
             "perf/tokens_per_s": self._tokens / wall,
+            "perf/tokens_per_s_per_device": self._tokens / wall / devices(self.config),
             "perf/gen_tokens_per_s": self._generated_tokens / wall,
             "perf/host_memory_bytes": float(psutil.virtual_memory().used),
             "weight_sync/publish_s": sync.publish_s,
@@ -227,6 +231,7 @@ class StepRecorder:
         get_tracer().counter("versions behind", **{f"rollout{i}": n for i, n in enumerate(sync.behind())})
         metrics |= self._idle(wall) | {f"queue/{task}": float(n) for task, n in waiting.items()}
         metrics |= dock_gauges(stats) | self._pending_eval
+        self._unscored.append(metrics.get("queue/reward", 0.0))
         if self.config.turns.environment is not None:
             metrics |= describe("num_turns", self._talked.turns) | self._talked.counts()
         sync.new_step()
@@ -322,7 +327,8 @@ class StepRecorder:
         last = self.rewards[-10:]
         busy = {s: self.ended_busy[s] - self.started_busy[s] for s in self.sides if s in self.ended_busy}
         idle = {s: max(0.0, 1 - busy[s] / max(1e-9, self.ended - self._there[s])) for s in busy}
-        rollout = [share for s, share in idle.items() if s.startswith("rollout")]
+        rest = [share for s, share in idle.items() if s.startswith("rollout")]
+        waits = {"idle/trainer": idle["trainer"], "idle/rollout": sum(rest) / max(1, len(rest))} if self.steps else {}
         return {
             "task": self.config.data.task,
             "model": self.config.model.source,
@@ -343,8 +349,9 @@ class StepRecorder:
             "skipped_steps": self.skipped,
             "samples_per_s": window.trained / loop_s if self.steps else None,
             "tokens_per_s": self._trained_tokens / loop_s if self.steps else None,
-            "trainer_idle_share": idle["trainer"] if self.steps else None,
-            "rollout_idle_share": sum(rollout) / max(1, len(rollout)) if self.steps else None,
+            "trainer_idle_share": waits.get("idle/trainer"),
+            "rollout_idle_share": waits.get("idle/rollout"),
+            "bottleneck": bottleneck(waits | {"queue/reward": np.mean(self._unscored or [0.0])}, Sizes.of(self.config)),
             "rollout_train_logprob_gap_max": sync.gap_max,
             "note": self.note,
             "error": error,

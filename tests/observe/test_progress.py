@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from mindspeed_asyncflow.observe.bottleneck import Sizes
 from mindspeed_asyncflow.observe.log import close_logging, get_logger, setup_logging
 from mindspeed_asyncflow.observe.progress import Progress
 
@@ -126,6 +127,22 @@ def test_the_live_block_is_redrawn_at_most_ten_times_a_second():
         clock.now += 0.001
         progress.tick()
     assert 5 <= stream.getvalue().count("starting trainer") <= 12
+
+
+@pytest.mark.parametrize("width", [60, 160])
+def test_what_holds_the_run_back_is_said_whole_where_it_fits(width):
+    progress, stream, _ = make(live=True, width=width, color=False, sizes=Sizes(nodes=2))
+    for step in range(12):  # the first ones are forgotten
+        progress.step(step, METRICS | {"idle/trainer": 0.9 if step < 2 else 0.31, "idle/rollout": 0.12})
+    sentence = "rollout-bound: trainer waits 31 %; try workflow.max_lag 2 or move one node to rollout"
+    assert (sentence in screen(stream.getvalue())) == (width > len(sentence))
+
+
+def test_a_plain_line_says_which_side_holds_the_run_back():
+    progress, stream, _ = make(2, live=False, sizes=Sizes())
+    progress.step(0, METRICS)
+    progress.step(1, {"reward/mean": 0.5})  # nothing was measured in this one
+    assert [line.endswith("  trainer-bound") for line in stream.getvalue().splitlines()] == [True, True]
 
 
 def test_a_not_finite_gradient_norm_is_shown_as_such():

@@ -74,6 +74,12 @@ def test_words_pass_on_why_a_run_ended_early():
     assert "Note" not in closing_words(GOOD | {"note": ""})
 
 
+def test_words_say_what_held_the_run_back_where_that_is_known():
+    sentence = "rollout-bound: trainer waits 31 %; try workflow.max_lag 2"
+    assert f"What held it back: {sentence}." in closing_words(GOOD | {"bottleneck": sentence})
+    assert "held it back" not in closing_words(GOOD | {"bottleneck": ""})
+
+
 def test_words_say_when_nothing_was_learned():
     assert "did not learn" in closing_words(GOOD | {"reward_last": 0.21})
     assert "worse" in closing_words(GOOD | {"reward_last": 0.1})

@@ -22,6 +22,7 @@ from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.observe.trackers.base import Tracker
 
 MOST_WAITING = 1000  # steps that a helper may be behind
+LAST_WORDS_S = 5.0  # what a process that is gone has said is read by then
 # The helper's Python may be another one, which has this package from us and everything else of its own.
 _START = "import sys; sys.path.append(sys.argv[1]); from mindspeed_asyncflow.observe.trackers.child import main; main()"
 _ROOT = Path(__file__).parents[3]
@@ -64,8 +65,9 @@ class Helper(Tracker):
             )
         self._log = log / f"{told.service}.log"
         self._send({**asdict(told), "id": read_ids(ids).get(told.service, "")})
-        for work in (self._pass_on, self._listen):
-            threading.Thread(target=work, name=f"{told.service}-{work.__name__}", daemon=True).start()
+        threading.Thread(target=self._pass_on, name=f"to {told.service}", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name=f"from {told.service}", daemon=True)
+        self._listener.start()
 
     @property
     def pid(self) -> int:
@@ -90,6 +92,7 @@ class Helper(Tracker):
             raise Failed(
                 f"it has not finished in time (observe.trackers_wait_s), the end may be missing; see {self._log}"
             ) from None
+        self._listener.join(LAST_WORDS_S)
         if self._failed or code:
             raise Failed(self._failed or f"its process ended with code {code}; see {self._log}")
 
