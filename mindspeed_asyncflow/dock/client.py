@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -319,9 +319,12 @@ class DockClient(SpreadClaims):
         found, failed = self._ask_all(lambda pair: describe.as_text(pair.address, pair.stats()))
         return "\n".join([*found, *map(str, failed)])
 
-    def snapshot(self, folder: str | os.PathLike[str], timeout_s: float = 600.0) -> dict[str, Any]:
-        """Writes a consistent cut of the whole dock to the new `folder`; see `dock/snapshot.py`."""
-        return snapshot.save(self, folder, timeout_s)
+    def snapshot(
+        self, folder: str | os.PathLike[str], timeout_s: float = 600.0, only: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        """Writes a consistent cut of the whole dock, or `only` of some partitions, to the new `folder`; see
+        `dock/snapshot.py`."""
+        return snapshot.save(self, folder, timeout_s, only)
 
     def restore(self, folder: str | os.PathLike[str], timeout_s: float = 600.0) -> dict[str, Any]:
         """Puts a snapshot back, into any number of pairs that have none of its partitions."""

@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +37,11 @@ _CHUNK_ROWS = 8192
 _ROWS = ("ids", "sizes", "counts", "members", "ready", "version_min", "version_max")
 
 
-def save(dock: DockClient, folder: str | os.PathLike[str], timeout_s: float) -> dict[str, Any]:
-    """Writes a snapshot to `folder`, which must not exist; returns its manifest. Appears whole or not at all.
+def save(
+    dock: DockClient, folder: str | os.PathLike[str], timeout_s: float, only: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Writes a snapshot to `folder`, which must not exist; returns its manifest. Appears whole or not at all. `only`:
+    these partitions, where they are there; None: all.
 
     Raises DockError when `folder` cannot be written, or the cut takes longer than `timeout_s`.
     """
@@ -49,7 +52,7 @@ def save(dock: DockClient, folder: str | os.PathLike[str], timeout_s: float) -> 
     try:
         parts.mkdir(parents=True)
         with frozen(dock, timeout_s):
-            manifest = _save_all(dock, parts)
+            manifest = _save_all(dock, parts, only)
         (parts / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         parts.rename(target)
     except OSError as error:
@@ -142,14 +145,14 @@ def frozen(dock: DockClient, timeout_s: float) -> Iterator[None]:
 # -- out ---------------------------------------------------------------------------------------------------------------
 
 
-def _save_all(dock: DockClient, folder: Path) -> dict[str, Any]:
+def _save_all(dock: DockClient, folder: Path, only: Collection[str] | None) -> dict[str, Any]:
     schema = dock.schema
     files: list[dict[str, Any]] = []
     partitions: dict[str, dict[str, Any]] = {}
     tasks: dict[str, list[str]] = {}
     for pair in dock.pairs():
         stats = pair.stats()
-        for name in stats["partitions"]:
+        for name in stats["partitions"] if only is None else [n for n in only if n in stats["partitions"]]:
             about = pair.export(name)
             tasks |= dict(zip(about.names("tasks"), about["task_columns"]))
             total = partitions.setdefault(name, {"sealed": True, "rows": 0, "groups": 0})

@@ -8,9 +8,10 @@ other tenants   a partition of the dock for each              partitions.py
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,10 +20,20 @@ from mindspeed_asyncflow.config.load import dump_resolved, parse_config
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.config.service import override_lines
 from mindspeed_asyncflow.errors import AsyncFlowError, ClaimLost, ConfigError, DeadlineExceeded, DockFull, ServiceError
-from mindspeed_asyncflow.service import resuming
+from mindspeed_asyncflow.observe.run_folder import RunFolder
+from mindspeed_asyncflow.service import beside, resuming
 from mindspeed_asyncflow.service.outside import FAILED, RUNNING, STARTING, WAITING, Outside
 from mindspeed_asyncflow.service.owner import Owner
-from mindspeed_asyncflow.service.verbs import Column, Experience, Prompt, TrajectoryGroup
+from mindspeed_asyncflow.service.partitions import TenantStore
+from mindspeed_asyncflow.service.verbs import (
+    Column,
+    CompletionPart,
+    CompletionRequest,
+    Experience,
+    Prompt,
+    ServedModel,
+    TrajectoryGroup,
+)
 
 T = TypeVar("T")
 LOOK_S = 0.1  # how often somebody in another thread looks where the run stands
@@ -39,7 +50,7 @@ class RunApi:
         self.asked = threading.Event()  # the run shall begin, or nothing ever
         self.stopped = threading.Event()  # nobody needs the server any more
         self.refused = ""  # why the run did not begin
-        self._deciding = threading.Lock()
+        self._deciding, self._exporting = threading.Lock(), threading.Lock()
 
     # ---- the driver's side -------------------------------------------------------------------------------------------
 
@@ -93,6 +104,25 @@ class RunApi:
             raise ServiceError(409, "ended", f"the run has ended{why}")
         return outside
 
+    def _place(self, tenant: str) -> tuple[Outside, TenantStore | None]:
+        """Where rows of `tenant` are: in the run, or in a store of its own."""
+        if self.owner in (None, tenant):
+            return self._running(tenant), None
+        outside = self.outside
+        if outside is None or outside.state != RUNNING or outside.loop is None:
+            raise ServiceError(503, "no_dock", "the server has no dock at the moment: try again later")
+        store = outside.stores.get(tenant)
+        if store is None:
+            store = outside.stores.setdefault(tenant, TenantStore(tenant, outside))
+        return outside, store
+
+    def _begun(self, tenant: str) -> Outside:
+        """The run of `tenant`, also when it is over."""
+        self._owned(tenant)
+        if self.outside is None:
+            raise ServiceError(503, "starting", "the engines are starting: init_engines tells when they are ready")
+        return self.outside
+
     def _owned(self, tenant: str) -> None:
         if self.owner is None:
             raise ServiceError(409, "not_initialised", "there is no run yet: call init_engines first")
@@ -102,6 +132,7 @@ class RunApi:
     async def _in_run(
         self,
         outside: Outside,
+        tenant: str,
         work: Coroutine[Any, Any, T],
         undo: Callable[[T], Awaitable[None]] | None = None,
     ) -> T:
@@ -113,7 +144,7 @@ class RunApi:
         asked = asyncio.run_coroutine_threadsafe(work, loop)
         waiting = asyncio.wrap_future(asked)
         try:
-            with outside.presence.calling():
+            with outside.presence.calling() if tenant == self.owner else contextlib.nullcontext():
                 return await waiting
         except asyncio.CancelledError:
             if outside.loop is None and not _cancelled():
@@ -126,7 +157,7 @@ class RunApi:
 
     # ---- the five ----------------------------------------------------------------------------------------------------
 
-    async def init_engines(self, tenant: str, overrides: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
+    async def init_engines(self, tenant: str, overrides: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any]]:
         await asyncio.to_thread(self.begin, tenant, overrides)
         given = 0
         while True:
@@ -136,7 +167,7 @@ class RunApi:
                     given += 1
                     yield {"phase": phase}
                 if outside.state == RUNNING:
-                    yield {"ready": True, **await self._in_run(outside, Owner(outside).facts())}
+                    yield {"ready": True, **await self._in_run(outside, tenant, Owner(outside).facts())}
                     return
                 if outside.over.is_set():
                     if outside.error:
@@ -148,33 +179,95 @@ class RunApi:
             await asyncio.sleep(LOOK_S)
 
     async def put_prompts_data(self, tenant: str, prompts: Sequence[Prompt], last: bool) -> Mapping[str, Any]:
-        outside = self._running(tenant)
-        return await self._in_run(outside, Owner(outside).put_prompts(prompts, last))
+        outside, store = self._place(tenant)
+        work = store.put_prompts(prompts) if store else Owner(outside).put_prompts(prompts, last)
+        return await self._in_run(outside, tenant, work)
 
     async def get_experience_data(
         self, tenant: str, task: str, columns: Sequence[str], groups: int, timeout_s: float
     ) -> Experience:
-        outside = self._running(tenant)
-        owner = Owner(outside)
+        outside, store = self._place(tenant)
+        place = store or Owner(outside)
 
         async def undo(found: Experience) -> None:
-            owner.release(found.claim)
+            await place.release(found.claim)
 
-        return await self._in_run(outside, owner.get(task, columns, groups, timeout_s), undo)
+        return await self._in_run(outside, tenant, place.get(task, columns, groups, timeout_s), undo)
 
     async def put_experience_data(
         self, tenant: str, claim: int, rows: np.ndarray, columns: Mapping[str, Column]
     ) -> Mapping[str, Any]:
-        outside = self._running(tenant)
-        return await self._in_run(outside, Owner(outside).put(claim, rows, columns))
+        outside, store = self._place(tenant)
+        return await self._in_run(outside, tenant, (store or Owner(outside)).put(claim, rows, columns))
 
     async def put_trajectories(self, tenant: str, groups: Sequence[TrajectoryGroup]) -> Mapping[str, Any]:
-        outside = self._running(tenant)
-        return await self._in_run(outside, Owner(outside).put_trajectories(groups))
+        outside, store = self._place(tenant)
+        return await self._in_run(outside, tenant, (store or Owner(outside)).put_trajectories(groups))
 
     async def weight_sync_notify(self, tenant: str, version: int | None, timeout_s: float) -> Mapping[str, Any]:
         outside = self._running(tenant)
-        return await self._in_run(outside, Owner(outside).weight_sync(version, timeout_s))
+        return await self._in_run(outside, tenant, Owner(outside).weight_sync(version, timeout_s))
+
+    # ---- beside them -------------------------------------------------------------------------------------------------
+
+    async def status(self, tenant: str) -> Mapping[str, Any]:
+        outside = self.outside
+        if outside is None or tenant != self.owner:
+            mine = tenant == self.owner
+            found: dict[str, Any] = {"state": self.state if self.owner is None or mine else "no_run"}
+            if outside is not None and not mine and outside.state == RUNNING:
+                store = self._place(tenant)[1]
+                assert store is not None
+                found["partition"] = await self._in_run(outside, tenant, store.status())
+            return found
+        if outside.state == RUNNING and outside.loop is not None:
+            return await self._in_run(outside, tenant, beside.status(outside))
+        return {**await beside.status(outside), "error": outside.error, "summary": outside.summary}
+
+    async def metrics(self, tenant: str, since: int) -> AsyncGenerator[Mapping[str, Any]]:
+        outside = self._begun(tenant)
+        with outside.presence.calling():
+            async for record in beside.records(outside, since):
+                yield record
+
+    async def evaluate(self, tenant: str, timeout_s: float) -> Mapping[str, Any]:
+        outside = self._running(tenant)
+        return await self._in_run(outside, tenant, beside.evaluate(outside, timeout_s))
+
+    async def checkpoint(self, tenant: str, timeout_s: float) -> Mapping[str, Any]:
+        outside = self._running(tenant)
+        return await self._in_run(outside, tenant, beside.checkpoint(outside, timeout_s))
+
+    async def export(self, tenant: str, timeout_s: float) -> Mapping[str, Any]:
+        folder = self._begun(tenant).folder
+        exporting = asyncio.ensure_future(asyncio.to_thread(self._export, folder))
+        try:
+            return await asyncio.wait_for(asyncio.shield(exporting), timeout_s)
+        except asyncio.TimeoutError:
+            raise ServiceError(504, "timeout", f"the export goes on, and is not done in {timeout_s:g} s") from None
+        except AsyncFlowError as error:
+            raise told(error) from error
+
+    def _export(self, folder: RunFolder) -> Mapping[str, Any]:
+        with self._exporting:
+            return beside.export(folder)
+
+    # ---- the replicas ------------------------------------------------------------------------------------------------
+
+    async def complete(
+        self, tenant: str, requests: Sequence[CompletionRequest], timeout_s: float
+    ) -> AsyncGenerator[CompletionPart]:
+        outside = self._running(tenant)
+        with outside.presence.calling():
+            parts = outside.completing().complete(tenant, requests, timeout_s)
+            async with contextlib.aclosing(parts):
+                async for part in parts:
+                    yield part
+
+    async def model(self, tenant: str) -> ServedModel:
+        return await self._running(tenant).completing().model(tenant)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
 
     async def stop(self, tenant: str, now: bool) -> Mapping[str, Any]:
         self._owned(tenant)

@@ -19,6 +19,7 @@ from typing import Any
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.observe.run_folder import RunFolder
+from mindspeed_asyncflow.service.completing import Completing
 from mindspeed_asyncflow.service.intake import ClientPrompts
 from mindspeed_asyncflow.service.outside_rewards import OutsideRewards
 from mindspeed_asyncflow.service.presence import Presence
@@ -66,6 +67,8 @@ class Outside:
         self.gate: Gate | None = None
         self.rewards: OutsideRewards | None = None
         self.prompts: ClientPrompts | None = None
+        self.stores: dict[str, Any] = {}  # of other tenants, `partitions.TenantStore`
+        self._completing: Completing | None = None
         self._cancel: Callable[[], object] | None = None
 
     # ---- told by the run ---------------------------------------------------------------------------------------------
@@ -138,6 +141,17 @@ class Outside:
         if run is None:
             return False
         return run.window.version >= self.config.trainer.steps or (run.book.ended and not run.book.count())
+
+    def completing(self) -> Completing:
+        """The replicas, for requests beside the run; while the run is on."""
+        assert self.loop is not None
+        if self._completing is None:
+            s = self.config.service
+            self._completing = Completing(self._serving, self.loop, s.completions_share, s.completions_waiting)
+        return self._completing
+
+    def _serving(self) -> Session | None:
+        return self.session if self.state == RUNNING else None
 
     # ---- asked by the client, in the run's loop ----------------------------------------------------------------------
 

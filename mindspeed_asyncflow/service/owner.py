@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_asyncflow.errors import ServiceError
-from mindspeed_asyncflow.service.experience import columns_of, floats
+from mindspeed_asyncflow.service.experience import NOTHING, columns_of, floats
 from mindspeed_asyncflow.service.outside import Outside
 from mindspeed_asyncflow.service.prompts import encoded
 from mindspeed_asyncflow.service.session import Session
@@ -20,7 +20,6 @@ from mindspeed_asyncflow.workflow.clock import in_time
 from mindspeed_asyncflow.workflow.run import Run
 
 LOOK_S = 0.05
-NOTHING = Experience(0, np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int32), {})
 
 
 class Owner:
@@ -34,7 +33,8 @@ class Owner:
         assert self.outside.session is not None
         return self.outside.session
 
-    def _run(self) -> Run:
+    def running(self) -> Run:
+        """The loops."""
         run = self.session.run
         if run is None or run.over:
             raise ServiceError(503, "recovering", "no loop runs at the moment: the run begins, recovers or ends")
@@ -81,7 +81,7 @@ class Owner:
         return {"accepted": len(issues), "first": first, "queued": given.queued}
 
     async def put_trajectories(self, groups: Sequence[TrajectoryGroup]) -> Mapping[str, Any]:
-        config, run = self.config, self._run()
+        config, run = self.config, self.running()
         if config.workflow.max_lag == 0:
             raise ServiceError(
                 409, "on_policy", "with workflow.max_lag 0 the run samples every answer itself; set it to 1 or more"
@@ -123,7 +123,7 @@ class Owner:
         ids = np.repeat([group.group for group in waiting], [len(group.rows) for group in waiting]).astype(np.int64)
         return Experience(claim, rows, ids, np.concatenate([group.members for group in waiting]), values)
 
-    def release(self, claim: int) -> None:
+    async def release(self, claim: int) -> None:
         if self.outside.rewards is not None:
             self.outside.rewards.release(claim)
 
@@ -152,7 +152,7 @@ class Owner:
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     async def weight_sync(self, version: int | None, timeout_s: float) -> Mapping[str, Any]:
-        run = self._run()
+        run = self.running()
         wanted = run.window.version if version is None else version
         if not 0 <= wanted <= self.config.trainer.steps:
             raise ServiceError(
@@ -172,7 +172,7 @@ class Owner:
     async def _served(self, wanted: int) -> Mapping[str, Any]:
         """Every replica with devices of its own loads it at once if it has it not; the others in their turn."""
         while True:
-            run, sync = self._run(), self.session.sync
+            run, sync = self.running(), self.session.sync
             if run.window.published >= wanted:
                 own = [i for i in self.session.rollouts if not self.session.turns.shares(i)]
                 await sync.bring_all_up(i for i in own if sync.served[i] < wanted)

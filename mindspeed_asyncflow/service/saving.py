@@ -60,6 +60,8 @@ class Saving(Starting):
         self.resumed = Resumed()
         self._clean = copy.deepcopy({"stream": self.stream.state(), "recorder": self.recorder.state()})
         self._writing: asyncio.Task[None] | None = None
+        self.complete: tuple[int, Path] | None = None  # newest checkpoint of this process: step and folder
+        self.unsaved = ""  # why the newest one is none
         self._threads: set[asyncio.Future[Any]] = set()  # that write, also for somebody who waits no more
 
     # ---- save --------------------------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ class Saving(Starting):
     def _cut_dock(self, folder: Path) -> None:
         client = self._own_client()
         try:
-            client.snapshot(folder, self.config.checkpoint.timeout_s)
+            client.snapshot(folder, self.config.checkpoint.timeout_s, only=(PARTITION,))  # others are their tenants'
         finally:
             client.close()
 
@@ -173,6 +175,7 @@ class Saving(Starting):
             self._not_written(step, last, error)
             return
         self.folder.point_hf(target / HF)
+        self.complete = step, target
         self.events.note("saved", version=step)
         get_logger("checkpoints").info("checkpoint of step %d: %s", step, target)
 
@@ -190,7 +193,16 @@ class Saving(Starting):
         checkpoints.retain(self.folder.checkpoints, self.config.checkpoint.keep)
         return target
 
+    async def saved(self, step: int) -> Path:
+        """The checkpoint of `step`, of which `save` has returned, when it is complete. Raises `CheckpointError`."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+        if self.complete is None or self.complete[0] < step:
+            raise CheckpointError(f"no checkpoint of step {step}: {self.unsaved or 'it was given up'}")
+        return self.complete[1]
+
     def _not_written(self, step: int, last: bool, error: Exception) -> None:
+        self.unsaved = str(error)
         if last:
             raise error
         get_logger("checkpoints").warning("no checkpoint of step %d, the run goes on without it: %s", step, error)

@@ -89,17 +89,21 @@ class StepBook:
         for follower in self._followers:
             follower.put_nowait(ids)
         self._batches = max(self._batches, batch + 1)
-        self._tell()
+        self.tell()
 
     def end(self) -> None:
         """No further batch will come."""
         self._ended = True
-        self._tell()
+        self.tell()
 
     @property
     def ended(self) -> bool:
         """No further batch will come."""
         return self._ended
+
+    def has(self, batch: int) -> bool:
+        """Whether `batch` is issued."""
+        return batch < self._batches
 
     async def change(self) -> None:
         """Wait until something about the groups changes."""
@@ -107,9 +111,9 @@ class StepBook:
 
     async def wait_for_batch(self, batch: int) -> bool:
         """True once `batch` is issued, False if the data ended before it."""
-        while not (batch < self._batches or self._ended):
+        while not (self.has(batch) or self._ended):
             await self.change()
-        return batch < self._batches
+        return self.has(batch)
 
     def follow(self) -> asyncio.Queue[list[int]]:
         """The groups of every put from now on, in order."""
@@ -146,7 +150,7 @@ class StepBook:
     def close_group(self, group_id: int) -> tuple[int, Issue]:
         """The group is trained or dropped; returns its batch and prompt."""
         opened = self._groups.pop(group_id)
-        self._tell()
+        self.tell()
         self._put.discard(group_id)
         self._open[opened.batch] -= 1
         if not self._open[opened.batch]:
@@ -161,12 +165,13 @@ class StepBook:
         for group in group_ids:
             if group in self._groups:
                 self._groups[group].scored = True
-        self._tell()
+        self.tell()
 
     def is_scored(self, group_id: int) -> bool:
         return self._groups[group_id].scored
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Who waits for a change looks again."""
         self._news.set()
         self._news = asyncio.Event()
 

@@ -309,7 +309,10 @@ class StepRecorder:
         self.progress.evaluated(self._pending_eval)
 
     def data_ended(self, step: int) -> None:
-        self._note(f"data ends after {step} steps (data.epochs, trainer.steps asked for {self.config.trainer.steps})")
+        by_client = self.config.service.prompts == "client"
+        what = "the client's prompts end" if by_client else "data ends"
+        keys = "trainer.steps" if by_client else "data.epochs, trainer.steps"
+        self._note(f"{what} after {step} steps ({keys} asked for {self.config.trainer.steps})")
 
     def data_short(self, step: int) -> None:
         """Groups that `step` lost cannot be replaced: there are no prompts any more."""

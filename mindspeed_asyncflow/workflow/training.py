@@ -23,6 +23,7 @@ from mindspeed_asyncflow.dock.client import Claim
 from mindspeed_asyncflow.errors import ClaimLost, EngineError, StaleHandle
 from mindspeed_asyncflow.records import OptimReport
 from mindspeed_asyncflow.workflow import batcher
+from mindspeed_asyncflow.workflow.between import Between
 from mindspeed_asyncflow.workflow.evaluating import Evaluation
 from mindspeed_asyncflow.workflow.feeding import Feeder
 from mindspeed_asyncflow.workflow.job import Job
@@ -64,6 +65,8 @@ class Training:
         self.made: asyncio.Queue[tuple[int, OptimReport, asyncio.Future]] = asyncio.Queue()  # versions to publish
         self.finish: list[FinishReport] = []  # of the newest step
         self.bad_steps = 0
+        self.between = Between(job.book.tell)  # what somebody outside asks for
+        self._held = False  # the window, for what comes between this step and the next one
         w = job.config.workflow
         self.shared = w.lend or w.schedule == "colocated"
         # Shared devices change hands once per step, when the whole batch is ready; without lag the chunks must not
@@ -78,6 +81,7 @@ class Training:
         job = self.job
         for step in range(job.window.version, job.config.trainer.steps):
             job.step, self.feeder.taken = step, 0
+            await self._idle(step)
             if not await job.book.wait_for_batch(step) and not job.book.count():
                 job.recorder.data_ended(step)
                 break
@@ -93,10 +97,20 @@ class Training:
                 step, self.finish, job.window, job.book, job.sync, await job.dock.stats(), job.turns
             )
             await self._after_step(step)
+        await self.between.do(job.window.version)
         await job.window.wait_published(job.window.version)
         if self.evaluation is not None:
             await self.evaluation.ended()
         await self.save(job.window.version, last=True)
+
+    async def _idle(self, step: int) -> None:
+        """Until the batch of `step` is there, what is asked for is done at once."""
+        book = self.job.book
+        while not (book.has(step) or book.ended):
+            if self.between.wanted:
+                await self.between.do(step)
+            else:
+                await book.change()
 
     async def _whole_step(self, step: int) -> list[Claim]:
         claims = []
@@ -136,7 +150,8 @@ class Training:
         optim = self.finish[0].optim
         job.events.note("finished", version=step + 1, tokens=tokens, samples=sums.sequences, optim=optim)
         self._count_bad(self.finish[0])
-        if self._is_saved(step + 1) and job.config.workflow.max_lag == 0:
+        self._held = job.config.workflow.max_lag == 0 and (self._is_saved(step + 1) or self.between.wanted)
+        if self._held:
             job.window.hold()  # nothing of the next batch is in the checkpoint: who goes on from it repeats every bit
         job.window.advance(step + 1)
         job.window.trained += sums.samples
@@ -330,7 +345,9 @@ class Training:
             await evaluation.between()
         if self._is_saved(step + 1):
             await self.save(step + 1)
-            await job.window.release()
+        if self._held or job.config.workflow.max_lag:
+            await self.between.do(step + 1)
+        await job.window.release()
 
     def _is_saved(self, version: int) -> bool:
         """Whether there is a checkpoint of `version` in the middle of the run."""
