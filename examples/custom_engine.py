@@ -51,6 +51,7 @@ class PlainTrainer(WholeModel):
         if self.several:
             setup.join()
         self.model = load(setup).eval()  # no dropout: log-probabilities must be those of the rollout engine
+        self.model.get_input_embeddings().padding_idx = None  # an answer may contain it, and it has a gradient then
         t, weights = setup.trainer, dict(self.model.named_parameters())
         decays = [  # weight decay spares biases and norms
             {"params": [p for p in weights.values() if p.dim() > 1], "weight_decay": t.weight_decay},
