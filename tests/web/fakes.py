@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ class _Store:
 class FakeVerbs:
     """`Verbs` over lists. Tokens of an answer are its prompt's, backwards; of a completion 7, 8, 9, ..."""
 
-    def __init__(self, tokenizer: Any = None) -> None:
+    def __init__(self, tokenizer: Any = None, patience_s: float = 3600.0) -> None:
         self.owner: str | None = None
         self.overrides: dict[str, Any] = {}
         self.version, self.last, self.ended = 0, False, False
@@ -69,6 +69,7 @@ class FakeVerbs:
         self._numbers = itertools.count(1)
         self._stepped = asyncio.Condition()
         self._tokenizer = tokenizer
+        self._patience_s = patience_s  # no wait is longer, whatever the caller says
 
     def state(self) -> Any:
         stores = {tenant: store.state() for tenant, store in self._stores.items() if store.rows}
@@ -119,9 +120,7 @@ class FakeVerbs:
                 raise ServiceError(400, "unknown_column", f"no column {name!r}; there are {', '.join(READABLE)}")
         store = self._store(tenant)
         async with store.changed:
-            try:
-                await asyncio.wait_for(store.changed.wait_for(lambda: store.waiting[task]), timeout_s)
-            except (TimeoutError, asyncio.TimeoutError):
+            if not await self._came(store.changed, lambda: bool(store.waiting[task]), timeout_s):
                 return Experience(0, np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32), {})
             taken = store.waiting[task][:groups]
             del store.waiting[task][:groups]
@@ -183,10 +182,8 @@ class FakeVerbs:
         self._own(tenant)
         wanted = self.version if version is None else version
         async with self._stepped:
-            try:
-                await asyncio.wait_for(self._stepped.wait_for(lambda: self.version >= wanted), timeout_s)
-            except (TimeoutError, asyncio.TimeoutError):
-                raise ServiceError(408, "timeout", f"version {wanted} was not made in {timeout_s:g} s") from None
+            if not await self._came(self._stepped, lambda: self.version >= wanted, timeout_s):
+                raise ServiceError(408, "timeout", f"version {wanted} was not made in {timeout_s:g} s")
         self.calls.append((tenant, "weight_sync_notify"))
         return {"version": wanted, "fingerprint": f"{wanted:016x}", "replicas": 1}
 
@@ -279,6 +276,14 @@ class FakeVerbs:
         if tenant == self.owner and self.ended:
             raise ServiceError(409, "ended", "the run has ended")
         return tenant == self.owner
+
+    async def _came(self, changed: asyncio.Condition, there: Callable[[], bool], timeout_s: float) -> bool:
+        if there():
+            return True
+        try:
+            return await asyncio.wait_for(changed.wait_for(there), min(timeout_s, self._patience_s))
+        except (TimeoutError, asyncio.TimeoutError):
+            return False
 
     async def _tell(self, store: _Store) -> None:
         async with store.changed:
