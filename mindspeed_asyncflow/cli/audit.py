@@ -71,6 +71,14 @@ def _folder(path: Path) -> RunFolder:
     return folder
 
 
+def _prompt_of(words: str, found: Audit) -> str:
+    """What --prompt wants, of the group or sample that `words` begin with."""
+    named = re.match(r"(?:group|sample) (\d+)", words)
+    if named is None or "prompt" in words or int(named[1]) not in found.prompts:
+        return ""
+    return " (prompt {}:{})".format(*found.prompts[int(named[1])])
+
+
 def in_words(found: Audit) -> str:
     dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(found.dropped.items()))
     lines = [
@@ -83,7 +91,7 @@ def in_words(found: Audit) -> str:
     if found.resumes:
         lines.append(f"resumed  {found.resumes} times; {found.undone} trained samples were undone")
     for law, wrong in found.wrong.items():
-        lines += [f"WRONG ({law}): {words}" for words in wrong[:MOST_NAMED]]
+        lines += [f"WRONG ({law}): {words}{_prompt_of(words, found)}" for words in wrong[:MOST_NAMED]]
         if len(wrong) > MOST_NAMED:
             lines.append(f"WRONG ({law}): and {len(wrong) - MOST_NAMED} more")
     lines.append(

@@ -56,6 +56,7 @@ class Audit:
     undone: int = 0  # trained samples that a resume undid
     worst_lag: int = 0
     wrong: dict[str, list[str]] = field(default_factory=lambda: {law: [] for law in LAWS})
+    prompts: dict[int, tuple[int, int]] = field(default_factory=dict)  # (epoch, index) of each group
 
     @property
     def holds(self) -> bool:
@@ -137,7 +138,7 @@ def _audit(db: sqlite3.Connection, rules: Rules, prompts: Iterator[tuple[int, in
 
 def _order(found: Audit, book: Book, dropped: set[int], prompts: Iterator[tuple[int, int]]) -> None:
     wrong, replaced = found.wrong["order"], set()
-    of_group: dict[int, tuple[int, int]] = {}
+    of_group = found.prompts
     fresh: list[tuple[int, tuple[int, int]]] = []
     for group, epoch, prompt, old in book.rows("grp, epoch, prompt, replaces", "issued", "ORDER BY seq, issued.rowid"):
         if group in of_group:

@@ -76,6 +76,7 @@ class SampleText:
     reward: float
     truth: str
     lag: int
+    issue: tuple[int, int] | None = None  # epoch and index of the prompt, as `asyncflow audit --prompt` wants them
 
 
 class SamplesWriter:
@@ -86,8 +87,9 @@ class SamplesWriter:
         self._folder.mkdir(exist_ok=True)
 
     def write(self, step: int, sample: SampleText) -> None:
+        issue = "" if sample.issue is None else " | prompt {}:{}".format(*sample.issue)
         text = (
-            f"--- step {step} | version {sample.version} | lag {sample.lag} | reward {sample.reward:g}\n"
+            f"--- step {step} | version {sample.version} | lag {sample.lag} | reward {sample.reward:g}{issue}\n"
             f"prompt: {_block(sample.prompt)}\nanswer: {_block(sample.answer)}\ntruth:  {_block(sample.truth)}\n\n"
         )
         with open(self._folder / f"step_{step:06d}.txt", "a", encoding="utf-8", errors="backslashreplace") as file:

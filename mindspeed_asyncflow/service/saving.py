@@ -122,8 +122,8 @@ class Saving(Starting):
     def _ranks(self) -> Sequence[Any]:
         return [*self.trainers, *self.critics]
 
-    def _all_ranks(self, method: str, *args: Any) -> Awaitable[list[Any]]:
-        return asyncio.gather(*(getattr(rank, method)(*args) for rank in self._ranks()))
+    async def _all_ranks(self, method: str, *args: Any) -> list[Any]:
+        return await asyncio.gather(*(getattr(rank, method)(*args) for rank in self._ranks()))
 
     async def _in_time(self, work: Awaitable[T], whom: str) -> T:
         limit_s = self.config.checkpoint.timeout_s

@@ -144,8 +144,8 @@ class StepRecorder:
         if report is not None:
             self._critic = {"critic/grad_norm": report.optim.grad_norm, "critic/lr": report.optim.lr}
 
-    def trained(self, step: int, claim: Any, rewards: np.ndarray, reports: Sequence[ChunkReport]) -> None:
-        """A chunk was trained at version `step`; `rewards` of its rows, float64 [n]."""
+    def trained(self, step: int, claim: Any, rewards: np.ndarray, reports: Sequence[ChunkReport], issues: Any) -> None:
+        """A chunk was trained at version `step`; `rewards` of its rows, float64 [n]; `issues`: (epoch, index)."""
         self._parts += [r.sums for r in reports]
         self._times["forward_backward"] += max(r.busy_s for r in reports)
         self._step_rewards += rewards.tolist()
@@ -162,10 +162,8 @@ class StepRecorder:
         self._tokens += int(claim.tokens.sum())
         by_row = dict(zip(claim.rows.tolist(), rewards.tolist()))
         for row, prompt, answer, truth, version in (s for r in reports for s in r.samples):
-            self.samples.write(
-                step,
-                SampleText(version, self.decode(prompt), self.decode(answer), by_row[row], truth, step - version),
-            )
+            texts = (self.decode(prompt), self.decode(answer), by_row[row], truth)
+            self.samples.write(step, SampleText(version, *texts, step - version, issues[row]))
 
     async def step_done(
         self,

@@ -65,6 +65,7 @@ class Training:
         self.made: asyncio.Queue[tuple[int, OptimReport, asyncio.Future]] = asyncio.Queue()  # versions to publish
         self.finish: list[FinishReport] = []  # of the newest step
         self.bad_steps = 0
+        self.issues: dict[int, tuple[int, int]] = {}  # epoch and prompt index of the groups that the step has
         self.between = Between(job.book.tell)  # what somebody outside asks for
         self._held = False  # the window, for what comes between this step and the next one
         w = job.config.workflow
@@ -155,7 +156,7 @@ class Training:
             job.window.hold()  # nothing of the next batch is in the checkpoint: who goes on from it repeats every bit
         job.window.advance(step + 1)
         job.window.trained += sums.samples
-        self.feeder.taken = 0
+        self.feeder.taken, self.issues = 0, {}
         expected = expected_of(job.crew.trainers)
         self.made.put_nowait((step + 1, optim, expected))
         if self.shared:  # the probe is work on devices that are the trainer's only inside its turn
@@ -204,7 +205,8 @@ class Training:
             if len(claim.rows):
                 taken = np.unique(claim.group_ids).tolist()
                 for group in taken:
-                    job.book.close_group(group)
+                    _, issue = job.book.close_group(group)
+                    self.issues[group] = issue.epoch, issue.prompt_index
                 self.feeder.taken += len(taken)
                 return claim
 
@@ -319,7 +321,8 @@ class Training:
         rewards = np.array((await job.dock.read(claim.rows, ["reward"]))["reward"], dtype=np.float64)
         told = {"groups": groups, "versions": versions, "rewards": dict(zip(rows, rewards.tolist()))}
         job.events.note("trained", step=step, plan=plan, sums=trained, rules=rules, **told)
-        job.recorder.trained(step, claim, rewards, one_per_replica)
+        issues = {row: self.issues[group] for row, group in zip(rows, claim.group_ids.tolist())}
+        job.recorder.trained(step, claim, rewards, one_per_replica, issues)
         job.recorder.critic_trained(of_critic)
         job.progressed()
         sums.samples += len(claim.rows)

@@ -57,7 +57,8 @@ def test_a_run_over_two_epochs_that_keeps_all_laws_is_proved(run, capsys):
 def test_tokens_that_are_too_old_are_named_with_exit_status_1(run, capsys):
     assert main(["audit", run(4, oldest=lambda step: 0)]) == 1
     said = capsys.readouterr().out
-    assert "WRONG (lag): sample 4/0: lag 2 in step 2, workflow.max_lag is 1" in said
+    epoch, index = list(prompts_in_order(DATA, 2))[4]
+    assert f"WRONG (lag): sample 4/0: lag 2 in step 2, workflow.max_lag is 1 (prompt {epoch}:{index})\n" in said
     assert said.count("WRONG") == 8
 
 

@@ -55,10 +55,12 @@ def test_tensorboard_shows_the_same_names_steps_and_values(folder):
 def test_samples_are_readable_and_an_answer_cannot_pose_as_a_record(folder):
     writer = SamplesWriter(folder)
     evil = "ab\n--- step 9 | version 0"
-    writer.write(3, SampleText(version=2, prompt="sort: b a", answer=evil, reward=0.5, truth="a b", lag=1))
+    writer.write(
+        3, SampleText(version=2, prompt="sort: b a", answer=evil, reward=0.5, truth="a b", lag=1, issue=(0, 17))
+    )
     writer.write(3, SampleText(version=2, prompt="x", answer="\ud800", reward=0.0, truth="", lag=0))
     text = (folder.samples / "step_000003.txt").read_text(encoding="utf-8")
-    assert text.startswith("--- step 3 | version 2 | lag 1 | reward 0.5\nprompt: sort: b a\nanswer: ab\n")
+    assert text.startswith("--- step 3 | version 2 | lag 1 | reward 0.5 | prompt 0:17\nprompt: sort: b a\nanswer: ab\n")
     assert sum(line.startswith("--- step") for line in text.splitlines()) == 2
 
 

@@ -40,7 +40,7 @@ def test_long_curves_are_thinned_to_their_ends_and_it_is_said(folder, monkeypatc
     "text", ["a", "", "two\nlines", "answer: x\n--- step 1 | version 2 | lag 3 | reward 4", "\n\n", "\r a"]
 )
 def test_answers_come_back_as_they_were_written(folder, text):
-    SamplesWriter(folder).write(99, SampleText(7, text, text, -0.25, text, 92))
+    SamplesWriter(folder).write(99, SampleText(7, text, text, -0.25, text, 92, (3, 4)))
     SamplesWriter(folder).write(99, SampleText(8, "p", "a", math.nan, "t", 91))
     first, second = answers.read_answers(folder.samples, [], [])[-2:]
     assert first == answers.Answer(99, 7, 92, -0.25, text, text, text)

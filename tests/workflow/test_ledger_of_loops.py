@@ -29,6 +29,12 @@ def audited(tmp_path, settings, *, order=None, before=lambda run: None, **how):
     return out, audit(open_ledger(tmp_path / "ledger.sqlite"), rules, prompts)
 
 
+def heads(folder, step):
+    """The first lines of the answers that were written for people."""
+    text = next(folder.rglob(f"step_{step:06d}.txt")).read_text()
+    return [line for line in text.splitlines() if line.startswith("---")]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -43,6 +49,8 @@ def audited(tmp_path, settings, *, order=None, before=lambda run: None, **how):
 )
 def test_the_ledger_of_every_schedule_adds_up_with_the_books_of_the_driver(tmp_path, settings):
     out, found = audited(tmp_path, settings)
+    of_first = {line.rpartition(" ")[2] for line in heads(tmp_path, 0)}  # as --prompt wants them
+    assert of_first and of_first <= {f"0:{prompt}" for _, prompt in found.prompts.values()}
     window = out.run.window
     assert found.holds, found.wrong
     assert (found.samples, found.trained) == (window.issued, window.trained)

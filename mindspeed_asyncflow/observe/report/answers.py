@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_CHARACTERS = 3_000_000  # of all texts of a run
-_HEAD = re.compile(r"--- step (\d+) \| version (-?\d+) \| lag (-?\d+) \| reward (\S+)")
+_HEAD = re.compile(r"--- step (\d+) \| version (-?\d+) \| lag (-?\d+) \| reward (\S+)(?: \| prompt \d+:\d+)?")
 _STARTS = {"prompt: ": "prompt", "answer: ": "answer", "truth:  ": "truth"}
 _INDENT = " " * 8
 
