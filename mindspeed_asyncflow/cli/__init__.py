@@ -24,6 +24,7 @@ from mindspeed_asyncflow.cli import (
     report,
     serve,
     simulate,
+    top,
     train,
 )
 from mindspeed_asyncflow.errors import AsyncFlowError, ConfigError
@@ -33,6 +34,7 @@ COMMANDS = (
     train,
     serve,
     check,
+    top,
     plan,
     profile,
     simulate,

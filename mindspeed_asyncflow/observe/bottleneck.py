@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_asyncflow.config.feasibility import devices
@@ -54,6 +54,16 @@ def averaged(steps: Iterable[Mapping[str, float | None]]) -> dict[str, float]:
             if value is not None and math.isfinite(value):
                 found[name].append(value)
     return {name: sum(values) / len(values) for name, values in found.items() if values}
+
+
+def whole_run(idle: Mapping[str, float], unscored: Sequence[float]) -> dict[str, float]:
+    """`INPUTS` from idle shares by side (`trainer`, `rollout0`, ...) and what waited for a score at ends of steps."""
+    rollout = [share for side, share in idle.items() if side.startswith("rollout")]
+    return {
+        "idle/trainer": idle["trainer"],
+        "idle/rollout": sum(rollout) / max(1, len(rollout)),
+        "queue/reward": sum(unscored) / max(1, len(unscored)),
+    }
 
 
 def bottleneck(metrics: Mapping[str, float], sizes: Sizes) -> str:

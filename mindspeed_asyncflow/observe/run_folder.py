@@ -63,6 +63,16 @@ class RunFolder:
                 raise ConfigError(f"{self.path} is in use: another driver trains there") from error
             yield
 
+    @property
+    def held_here(self) -> bool:
+        """Whether a driver on this node has the folder `locked`. Looks only: a driver that begins is not hindered."""
+        try:
+            inode = self.config.stat().st_ino
+            locks = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+        except OSError:
+            return False
+        return any(f":{inode} " in line and "FLOCK" in line and "WRITE" in line for line in locks)
+
     @classmethod
     def create_at(cls, path: Path | str, config_yaml: str, checkpoint: Path | None = None) -> RunFolder:
         """Make exactly `path`, new or empty but for `logs`, without a `latest`. `checkpoint`: see `begun_from`.

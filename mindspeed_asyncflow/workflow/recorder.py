@@ -15,7 +15,7 @@ import psutil
 from mindspeed_asyncflow.algorithms.aggregate import loss_denominator
 from mindspeed_asyncflow.config.feasibility import devices
 from mindspeed_asyncflow.config.schema import Config
-from mindspeed_asyncflow.observe.bottleneck import Sizes, bottleneck
+from mindspeed_asyncflow.observe.bottleneck import Sizes, bottleneck, whole_run
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.observe.metrics import describe, reduce_sums
 from mindspeed_asyncflow.observe.progress import Progress
@@ -328,8 +328,7 @@ class StepRecorder:
         last = self.rewards[-10:]
         busy = {s: self.ended_busy[s] - self.started_busy[s] for s in self.sides if s in self.ended_busy}
         idle = {s: max(0.0, 1 - busy[s] / max(1e-9, self.ended - self._there[s])) for s in busy}
-        rest = [share for s, share in idle.items() if s.startswith("rollout")]
-        waits = {"idle/trainer": idle["trainer"], "idle/rollout": sum(rest) / max(1, len(rest))} if self.steps else {}
+        waits = whole_run(idle, self._unscored) if self.steps else {}
         return {
             "task": self.config.data.task,
             "model": self.config.model.source,
@@ -352,7 +351,7 @@ class StepRecorder:
             "tokens_per_s": self._trained_tokens / loop_s if self.steps else None,
             "trainer_idle_share": waits.get("idle/trainer"),
             "rollout_idle_share": waits.get("idle/rollout"),
-            "bottleneck": bottleneck(waits | {"queue/reward": np.mean(self._unscored or [0.0])}, Sizes.of(self.config)),
+            "bottleneck": bottleneck(waits, Sizes.of(self.config)),
             "rollout_train_logprob_gap_max": sync.gap_max,
             "note": self.note,
             "error": error,

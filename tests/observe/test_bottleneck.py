@@ -6,7 +6,7 @@ import re
 import pytest
 
 from mindspeed_asyncflow.config import describe_keys, parse_config
-from mindspeed_asyncflow.observe.bottleneck import MOST_LAG, Sizes, averaged, bottleneck, kind
+from mindspeed_asyncflow.observe.bottleneck import MOST_LAG, Sizes, averaged, bottleneck, kind, whole_run
 
 ONE_NODE = Sizes(replicas=2, data_parallel=2)
 
@@ -97,6 +97,12 @@ def test_sizes_are_those_of_the_settings():
 def test_steps_are_averaged_over_those_that_have_a_value():
     steps = [{"idle/trainer": 0.2, "idle/rollout": None}, {"idle/trainer": 0.4, "idle/rollout": 0.1}, {"x": 1.0}]
     assert averaged(steps) == pytest.approx({"idle/trainer": 0.3, "idle/rollout": 0.1})
+
+
+def test_a_whole_run_has_the_mean_of_its_replicas_and_of_what_waited():
+    found = whole_run({"trainer": 0.3, "rollout0": 0.1, "rollout1": 0.2}, [10.0, 20.0])
+    assert found == pytest.approx({"idle/trainer": 0.3, "idle/rollout": 0.15, "queue/reward": 15.0})
+    assert whole_run({"trainer": 0.3}, [])["idle/rollout"] == 0  # no replica was there at the end
 
 
 def test_the_kind_is_its_first_words():

