@@ -14,7 +14,11 @@ QUERIES = (  # what is said of a note, made of the columns that the query gives 
     ),
     (
         "SELECT seq, GROUP_CONCAT(member, ' '), replica, since FROM answered WHERE grp = ? GROUP BY seq",
-        lambda members, replica, since: f"rollout{replica}, serving version {since}, answers samples {members}",
+        lambda members, replica, since: (
+            f"rollout{replica}, serving version {since}, answers samples {members}"
+            if replica >= 0
+            else f"answers samples {members} came with it, sampled by version {since} or newer ones"
+        ),
     ),
     (
         "SELECT seq, GROUP_CONCAT(IIF(score IS NULL, 'none', printf('%g', score)), ' ') FROM scored WHERE grp = ? "

@@ -40,6 +40,7 @@ async def status(outside: Outside) -> Mapping[str, Any]:
         "open_groups": book.count(),
         "samples": {"issued": window.issued, "trained": window.trained, "dropped": dict(window.dropped)},
         "waiting_for_rewards": 0 if rewards is None else rewards.waiting,
+        "completions": outside.completing().pool.describe(),
         "silent_s": round(outside.presence.silent_s, 3),
         "stopping": outside.stopping,
     }

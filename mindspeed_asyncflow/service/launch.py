@@ -199,7 +199,7 @@ class _Launch:
         finally:
             ticker.cancel()
             if self.outside is not None:
-                self.outside.ends()
+                await self.outside.ends()
 
     async def _tick(self) -> None:
         while True:

@@ -106,9 +106,11 @@ class Outside:
             self.gate.permit(self.session.version)
         self.state = RUNNING
 
-    def ends(self) -> None:
+    async def ends(self) -> None:
         """In the run's loop, as its last."""
         self.loop = None
+        if self._completing is not None:
+            await self._completing.pool.close()
 
     def ended(self, code: int, error: str) -> None:
         """The run is over and its folder complete."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_asyncflow.dock.client import Claim
-from mindspeed_asyncflow.errors import DeadlineExceeded, DockError, ServiceError
+from mindspeed_asyncflow.errors import DeadlineExceeded, ServiceError
 from mindspeed_asyncflow.records import PromptRow
 from mindspeed_asyncflow.service.experience import NOTHING, cast, columns_of
 from mindspeed_asyncflow.service.outside import Outside
@@ -156,15 +156,6 @@ class TenantStore:
         stats = await self.dock.stats()
         mine = stats["partitions"].get(self.dock.partition, {})
         return {"rows": len(self._bytes), "bytes": sum(self._bytes.values()), "tasks": mine.get("tasks", {})}
-
-    async def clear(self) -> None:
-        """All rows and claims go."""
-        self._claims.clear()
-        self._bytes.clear()
-        try:
-            await asyncio.to_thread(self.dock.client.close_partition, self.dock.partition)
-        except DockError:  # it never had a row
-            return
 
 
 def _bytes(row: PromptRow) -> int:
