@@ -23,7 +23,7 @@ FREE_KEYS = {
     "trainer": {
         *("steps", "tensor_parallel", "pipeline_parallel", "virtual_pipeline", "pipeline_layers", "data_parallel"),
         *("context_parallel", "expert_parallel", "sequence_parallel", "distributed_optimizer", "recompute"),
-        *("micro_batch_tokens", "max_bad_steps", "threads", "save_every", "mindspeed"),
+        *("micro_batch_tokens", "max_bad_steps", "threads", "save_every", "mindspeed", "moe_grouped_gemm"),
     },
     "critic": {"threads"},
     "rollout": {

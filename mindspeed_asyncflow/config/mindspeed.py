@@ -27,11 +27,22 @@ NAMED = {
     "moe_alltoall_overlap_comm": f"{KEY}.moe_overlap",
     "moe_allgather_overlap_comm": f"{KEY}.moe_overlap",
     "moe_fb_overlap": f"{KEY}.moe_overlap",
+    "moe_grouped_gemm": "trainer.moe_grouped_gemm",
     "reuse_fp32_param": f"{KEY}.reuse_fp32_param",
 }
 _TREE = "it imports megatron.training, which is in Megatron-LM's source tree and not in the megatron-core package"
 _NAMES = "it changes the modules whose weights checkpoints and weight updates know by name"
 
+# Overlaps that cannot work with megatron-core 0.16, by what MindSpeed core_r0.16.0 (e4772499) has in
+# mindspeed/core/transformer/moe/moe_feature.
+OVERLAPS = {
+    "allgather": "its experts are made without process groups (overlap/experts.py:36), without which megatron's class "
+    "for them cannot be made, and called with one argument more than they take (overlap/moe_layer.py:149); use "
+    "alltoall",
+    "forward_backward": "its schedule, experts and collectives import megatron.training (fb_overlap/adaptor.py:24), "
+    "which is in Megatron-LM's source tree and not in the megatron-core package, and it runs layers in an order of its "
+    "own, without the trimmed last layer of this trainer; use alltoall",
+}
 _MLP = "dense layers have an MLP of our own; trainer.mindspeed.recompute computes it again as a whole"
 _LINEAR = "it takes the place of linear layers that megatron's local layer specification does not use"
 
@@ -51,9 +62,9 @@ REFUSED = {
     "recompute_norm": "norms are our own; trainer.mindspeed.recompute names what can be computed again",
     "recompute_activation_function": _MLP,
     "reset_attention_mask": "samples are packed by their lengths, which core attention gets with the batch",
-    "moe_grouped_gemm": _NAMES,
+    "gemm_gradient_accumulation_fusion": "weights of grouped experts lie transposed to what it adds gradients to",
     "moe_tp_extend_ep": _NAMES,
-    "moe_zero_memory": "it needs an overlap of MoE communication, see moe_overlap",
+    "moe_zero_memory": "it frees tensors that only MindSpeed's own MoE layer makes again",
     "tp_2d": _NAMES,
     "noop_layers": _NAMES,
     "use_ascend_mc2": _LINEAR,
@@ -87,7 +98,9 @@ class MindSpeedConfig(Section):
         "and values go round the ranks, each of which holds a stripe of every sample; any number of heads.",
     )
     moe_overlap: Literal["off", "alltoall", "allgather", "forward_backward"] = Field(
-        "off", description="MoE communication beside computation; all but off are refused, and why is said."
+        "off",
+        description="NPU: messages between expert-parallel ranks beside computation. alltoall: MindSpeed's overlap of "
+        "both exchanges, with grouped experts; the others are refused, and why is said.",
     )
     reuse_fp32_param: bool = Field(
         False, description="One memory for bf16 weights and fp32 masters; true is refused, and why is said."
@@ -105,19 +118,15 @@ def rules(c: Config) -> Iterator[Raw]:
             (f"{KEY}.context_parallel", "trainer.context_parallel"),
             "is ring, which has no use: trainer.context_parallel is 1; leave it out",
         )
-    if m.moe_overlap != "off":
-        yield (
-            "error",
-            (f"{KEY}.moe_overlap",),
-            f"is {m.moe_overlap}: every way needs grouped experts, which join the weights of all experts of a rank "
-            "under one name: checkpoints and weight updates know each expert by its own; use off",
-        )
+    yield from _overlap(c)
     if m.reuse_fp32_param:
         yield (
             "error",
             (f"{KEY}.reuse_fp32_param",),
-            f"is true: {_TREE}; besides, it points weights and masters into one memory that neither owns, where swaps "
-            "and checkpoints take them for two; set trainer.distributed_optimizer to save memory",
+            "is true: mindspeed/core/memory/reuse_param/adaptor.py:9 imports megatron.training, which is in "
+            "Megatron-LM's source tree and not in the megatron-core package; and between two steps it keeps no float32 "
+            "masters but their halves apart (reuse_optimizer.py:62), where checkpoints and swaps of this trainer read "
+            "masters; set trainer.distributed_optimizer to save memory",
         )
     if t.recompute and m.recompute:
         yield (
@@ -148,6 +157,26 @@ def rules(c: Config) -> Iterator[Raw]:
             yield "error", where, f"{name} cannot be used: {REFUSED[name]}"
     if c.run.platform == "cpu":
         yield from _unused(m)
+
+
+def _overlap(c: Config) -> Iterator[Raw]:
+    m, key = c.trainer.mindspeed, f"{KEY}.moe_overlap"
+    if m.moe_overlap in OVERLAPS:
+        yield "error", (key,), f"is {m.moe_overlap}: {OVERLAPS[m.moe_overlap]}"
+    elif m.moe_overlap == "alltoall" and c.trainer.expert_parallel == 1:
+        yield (
+            "error",
+            (key, "trainer.expert_parallel"),
+            "is alltoall: one expert-parallel rank has nobody to exchange tokens with; raise trainer.expert_parallel "
+            "or use off",
+        )
+    if m.moe_overlap != "off" and "experts" in m.recompute:
+        yield (
+            "error",
+            (key, f"{KEY}.recompute"),
+            "a layer whose messages overlap runs its own backward pass, so its experts cannot be computed again by "
+            "themselves; leave experts out of the list, or set trainer.recompute",
+        )
 
 
 def _unused(m: MindSpeedConfig) -> Iterator[Raw]:

@@ -65,6 +65,9 @@ class TrainerConfig(Section):
     sequence_parallel: bool = Field(False, description="Split activations along the sequence inside TP.")
     distributed_optimizer: bool = Field(False, description="Shard optimizer state over DP.")
     recompute: bool = Field(False, description="Recompute activations in the backward pass.")
+    moe_grouped_gemm: bool = Field(
+        False, description="All experts of a rank in one operator; on NPUs MindSpeed's, compiled at its first use."
+    )
     micro_batch_tokens: int = Field(4096, ge=1, description="Most tokens in one packed micro-batch.")
     stream_groups: int | None = Field(
         None, ge=1, description="Prompt groups taken per claim inside a step; default: a quarter of the step."

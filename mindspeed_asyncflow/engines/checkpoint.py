@@ -15,7 +15,7 @@ import base64
 import functools
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +40,13 @@ MASTER = "master"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What this rank's optimizer has of one parameter."""
+    """What this rank's optimizer has of one weight: a parameter, or an expert's part of one."""
 
-    name: str  # of the parameter
-    start: int  # first element of the range, in the flat parameter
-    main: torch.Tensor  # what the optimizer steps on: the parameter, a range of it, or a float32 copy of either
+    name: str  # of the weight
+    start: int  # first element of the range, in the flat weight
+    main: torch.Tensor  # what the optimizer steps on: the weight, a range of it, or a float32 copy of either
     copied: bool  # it is a copy
-    state: dict[str, Any]  # moments by name; empty before the first step
+    state: MutableMapping[str, Any]  # moments by name; empty before the first step
     sharded: bool  # over data-parallel ranks
 
 
@@ -242,14 +242,16 @@ class Checkpointer:
         for name, weight in self._weights.items():
             self._fill(files, WEIGHT, name, 0, weight)
         notes = files.notes[0]
-        for share in self._trained.shares(self._weights):
+        kinds = sorted(files.kinds() - {WEIGHT, MASTER}) if notes["adam_steps"] else []
+        shares = list(self._trained.shares(self._weights))
+        for share in shares:  # all before the first is filled: several may be parts of one tensor
+            share.state.clear()
+        for share in shares:
             if share.copied:
                 self._fill(files, MASTER, share.name, share.start, share.main)
-            share.state.clear()
-            if notes["adam_steps"]:
-                for kind in sorted(files.kinds() - {WEIGHT, MASTER}):
-                    share.state[kind] = torch.empty_like(share.main)
-                    self._fill(files, kind, share.name, share.start, share.state[kind])
+            for kind in kinds:
+                share.state[kind] = torch.empty_like(share.main)
+                self._fill(files, kind, share.name, share.start, share.state[kind])
         self._trained.set_steps_taken(int(notes["adam_steps"]))
         self._trained.applied = int(notes["applied_steps"])
         if len(files.notes) == self._world:

@@ -107,7 +107,6 @@ class CpuPlatform:
             "bias_dropout_fusion": False,
             "apply_rope_fusion": False,
             "persist_layer_norm": False,
-            "moe_grouped_gemm": False,
             "moe_permute_fusion": False,
             # gloo's isend still reads the tensor that this option would free
             "deallocate_pipeline_outputs": False,

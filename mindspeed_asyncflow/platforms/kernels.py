@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.observe.log import get_logger
-from mindspeed_asyncflow.platforms import vocabulary_torch
+from mindspeed_asyncflow.platforms import mindspeed, vocabulary_torch
 from mindspeed_asyncflow.platforms.packing import PackedLayout, SlotIndex
 
 log = get_logger("kernels")
@@ -99,6 +99,15 @@ class _Swiglu(torch.autograd.Function):
         torch.mul(grads[0], F.silu(gate), out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
         return out
+
+
+def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Rows of `x` times the matrix of their group. x: [N, K], group after group; weight: [E, K, M]; counts: int64 [E],
+    rows of each group -> [N, M]. On an NPU `weight` may be a transposed view; the operator is MindSpeed's."""
+    if torch_npu_for(x, "grouped_matmul") is not None and len(x):
+        return mindspeed.grouped_matmul(x, weight, torch.cumsum(counts.to(x.device), 0))
+    sizes: list[int] = counts.tolist()
+    return torch.cat([rows @ matrix for rows, matrix in zip(x.split(sizes), weight)])
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,33 @@ def arguments(settings: MindSpeedConfig) -> dict[str, Any]:
     }
 
 
+def grouped_matmul(x: Any, weight: Any, ends: Any) -> Any:
+    """`npu_gmm` with its gradient; MindSpeed compiles it at its first use. ends: int64 [E], rows up to each group's
+    end."""
+    function = importlib.import_module("mindspeed.ops.gmm").GMMFunction
+    return function.apply(weight, x, weight, None, (ends, 0, False, 0, 1))
+
+
+def overlapped_layer(hidden: Any, config: Any, layer: Any) -> Any:
+    """A MoE layer forward, its messages beside its computation, here and in the backward pass."""
+    module = importlib.import_module("mindspeed.core.transformer.moe.moe_feature.overlap.moe_layer_overlap_all2all")
+    return module.MoELayerOverlapAllToAll.apply(hidden, config, layer)
+
+
+def overlapped_dispatcher(*of_megatron: Any) -> Any:
+    """What sends tokens to experts for `overlapped_layer`; takes what megatron's own dispatcher takes."""
+    module = importlib.import_module("mindspeed.core.transformer.moe.moe_feature.overlap.token_dispatcher")
+    return module.MoEAlltoAllOverLapDispatcher(*of_megatron)
+
+
+def overlapped_experts(tokens: Any, weight1: Any, weight2: Any, more: tuple[Any, ...], layer: Any) -> Any:
+    """The experts of `overlapped_layer`."""
+    module = importlib.import_module(
+        "mindspeed.core.transformer.moe.moe_feature.overlap.grouped_mlp_with_comp_and_comm_overlap_all2all"
+    )
+    return module.grouped_mlp_with_comp_and_comm_overlap_all2all(tokens, weight1, weight2, more, layer)
+
+
 def apply(wanted: Mapping[str, Any]) -> None:
     """Give MindSpeed the arguments of this run. Models of this process are built after that.
 

@@ -17,9 +17,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mindspeed_asyncflow.platforms import kernels
+from mindspeed_asyncflow.platforms.experts import GroupedExperts
+from mindspeed_asyncflow.platforms.experts_overlap import OverlappedMoELayer
 from mindspeed_asyncflow.platforms.latent import LatentAttention
 from mindspeed_asyncflow.platforms.packing import PackedLayout
 from mindspeed_asyncflow.platforms.ring import GroupRing, ring_attention
@@ -238,8 +241,9 @@ def _to_device(kept: Any) -> torch.Tensor:
     return kept if isinstance(kept, torch.Tensor) else kept[1].to(kept[0], non_blocking=True)
 
 
-def layer_spec(config: Any, vp_stage: int | None) -> Any:
-    """megatron's local block spec for this pipeline stage with our norm and core attention put in."""
+def layer_spec(config: Any, vp_stage: int | None, overlap: bool = False) -> Any:
+    """megatron's local block spec for this pipeline stage with our norm and core attention put in; `overlap`: experts
+    send and compute at the same time."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
     for layer in block.layer_specs:
         parts = layer.submodules
@@ -253,6 +257,10 @@ def layer_spec(config: Any, vp_stage: int | None) -> Any:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         if getattr(parts.mlp, "module", None) is MLP:  # one spec object may stand for several layers
             parts.mlp = SwigluMLP
+        elif overlap:
+            parts.mlp = OverlappedMoELayer
+        elif config.moe_grouped_gemm:
+            parts.mlp.submodules.experts = ModuleSpec(GroupedExperts)
     if parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage):
         block.layer_specs[-1] = replace(block.layer_specs[-1], module=LastLayer)
     block.layer_norm = RMSNorm

@@ -130,8 +130,6 @@ class NpuPlatform:
             "gradient_accumulation_fusion": False,
             "masked_softmax_fusion": False,
             "persist_layer_norm": False,
-            # the grouped module joins all experts of a rank in one weight: other names than everywhere else
-            "moe_grouped_gemm": False,
         }
 
     def check_transformer_config(self, config: Any) -> None:

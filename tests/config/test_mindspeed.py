@@ -22,12 +22,20 @@ def test_defaults_are_right_everywhere(platform):
 @pytest.mark.parametrize(
     ("settings", "keys", "says"),
     [
-        (["mindspeed.moe_overlap=alltoall"], "moe_overlap", "grouped experts"),
+        (["mindspeed.moe_overlap=alltoall"], "moe_overlap", r"raise trainer\.expert_parallel"),
+        (["mindspeed.moe_overlap=allgather"], "moe_overlap", "without process groups .*use alltoall"),
+        (["mindspeed.moe_overlap=forward_backward"], "moe_overlap", r"megatron\.training"),
+        (
+            ["mindspeed.moe_overlap=alltoall", "expert_parallel=2", "mindspeed.recompute=[experts]"],
+            "moe_overlap",
+            r"set trainer\.recompute",
+        ),
         (["mindspeed.reuse_fp32_param=true"], "reuse_fp32_param", r"megatron\.training"),
         (["mindspeed.recompute=[mlp]", "recompute=true"], "recompute", "one of them"),
         (["mindspeed.swap_attention=true", "recompute=true"], "swap_attention", "nothing to swap"),
         (["mindspeed.swap_attention=true", "mindspeed.recompute=[attention]"], "swap_attention", "nothing to swap"),
         (["mindspeed.arguments={smart_swap: true}"], "arguments", r"smart_swap cannot be used: it imports"),
+        (["mindspeed.arguments={moe_grouped_gemm: true}"], "arguments", r"set by trainer\.moe_grouped_gemm"),
         (["mindspeed.arguments={use_flash_attn: false}"], "arguments", r"set by trainer\.mindspeed\.flash_attention"),
         (["mindspeed.arguments={--use-ascend-mc2: true}"], "arguments", "write 'use_ascend_mc2'"),
     ],

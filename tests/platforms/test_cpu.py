@@ -19,7 +19,7 @@ def test_late_preparation_is_refused(monkeypatch):
         CpuPlatform().prepare_trainer(1)
 
 
-@pytest.mark.parametrize("field", ["deallocate_pipeline_outputs", "gradient_accumulation_fusion", "moe_grouped_gemm"])
+@pytest.mark.parametrize("field", ["deallocate_pipeline_outputs", "gradient_accumulation_fusion"])
 def test_settings_that_give_wrong_numbers_are_refused(field):
     config = types.SimpleNamespace(**{field: True})
     with pytest.raises(PlatformError, match=field):

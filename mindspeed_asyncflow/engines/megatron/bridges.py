@@ -35,7 +35,11 @@ def transformer_settings(trainer: TrainerConfig, platform: Platform) -> dict[str
         # all micro-batches of a pipeline call are padded to one length instead
         "variable_seq_lengths": False,
         "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": trainer.moe_grouped_gemm,
     }
+    if overlaps(trainer, platform):
+        # shared experts compute while tokens are under way; no layer without such experts reads it
+        settings |= {"moe_grouped_gemm": True, "moe_shared_expert_overlap": True}
     if trainer.recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif trainer.mindspeed.recompute:
@@ -46,6 +50,10 @@ def transformer_settings(trainer: TrainerConfig, platform: Platform) -> dict[str
     if trainer.pipeline_layers is not None:
         settings["pipeline_model_parallel_layout"] = stage_contents(trainer.pipeline_layers)
     return settings | platform.transformer_overrides()
+
+
+def overlaps(trainer: TrainerConfig, platform: Platform) -> bool:
+    return trainer.mindspeed.moe_overlap != "off" and platform.name == "npu"
 
 
 def stage_contents(layers: Sequence[int]) -> list[list[str]]:
@@ -63,8 +71,16 @@ class _LocalSpec:
     _OTHER_MAPPING = {"input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"]}
 
     def __init__(
-        self, hf_config: Any, *, settings: dict[str, Any], temperature: float, values: bool, **kwargs: Any
+        self,
+        hf_config: Any,
+        *,
+        settings: dict[str, Any],
+        overlap: bool,
+        temperature: float,
+        values: bool,
+        **kwargs: Any,
     ) -> None:
+        self._overlap = overlap
         self._settings, self._temperature, self._values = settings, temperature, values
         super().__init__(hf_config, **kwargs)  # type: ignore[call-arg]
 
@@ -115,7 +131,7 @@ class _LocalSpec:
             config = self.config  # type: ignore[attr-defined]
             common: dict[str, Any] = dict(
                 config=config,
-                transformer_layer_spec=layer_spec(config, vp_stage),
+                transformer_layer_spec=layer_spec(config, vp_stage, self._overlap),
                 vocab_size=self.padded_vocab_size,
                 max_sequence_length=hf_config.max_position_embeddings,
                 pre_process=pre_process,
@@ -245,6 +261,7 @@ def make_bridge(
         dtype=dtype,
         make_vocab_size_divisible_by=trainer.tensor_parallel,
         settings=transformer_settings(trainer, platform),
+        overlap=overlaps(trainer, platform),
         temperature=temperature,
         values=values,
     )

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_asyncflow.platforms.experts import is_grouped, parts
+
 
 @dataclass(frozen=True, slots=True)
 class ExportEntry:
@@ -41,9 +43,23 @@ def _order(name: str) -> tuple[int, int, str]:
 
 
 def held_weights(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters of a model chunk, and the corrections of expert scores, which megatron keeps as buffers."""
-    biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
-    return {**dict(chunk.named_parameters()), **biases}
+    """Parameters of a model chunk, each expert's by itself, and the corrections of expert scores, which megatron keeps
+    as buffers."""
+    held: dict[str, torch.Tensor] = {}
+    for name, param in chunk.named_parameters():
+        held.update(parts(name, param) if is_grouped(name) else {name: param})
+    return held | {name: buffer for name, buffer in chunk.named_buffers() if is_correction(name)}
+
+
+def gradient(weight: Any) -> torch.Tensor:
+    """The sums of gradients that belong to one of `held_weights` and are kept in the buffers of data parallelism."""
+    whole, start = getattr(weight, "whole", weight), getattr(weight, "start", 0)
+    return whole.main_grad.view(-1)[start : start + weight.numel()].view(weight.shape)
+
+
+def is_correction(name: str) -> bool:
+    """Whether a weight is a buffer that no gradient changes."""
+    return name.endswith("router.expert_bias")
 
 
 def plan_export(bridge: Any, chunks: Sequence[torch.nn.Module]) -> list[ExportEntry]:
@@ -63,7 +79,7 @@ def plan_export(bridge: Any, chunks: Sequence[torch.nn.Module]) -> list[ExportEn
                     split=bool(getattr(param, "tensor_model_parallel", False)),
                     partition_dim=int(getattr(param, "partition_dim", -1)),
                     expert=".mlp.experts." in names[local],
-                    trained=isinstance(param, torch.nn.Parameter),
+                    trained=not is_correction(local),
                 )
             )
     stages: list[Any] = [None] * bridge.mpu.pp_size

@@ -13,7 +13,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from mindspeed_asyncflow.config.schema import TrainerConfig
 from mindspeed_asyncflow.engines.megatron.collect import extreme
-from mindspeed_asyncflow.engines.megatron.export import ExportEntry, global_name
+from mindspeed_asyncflow.engines.megatron.export import ExportEntry, global_name, gradient, held_weights
 from mindspeed_asyncflow.engines.training import learning_rate
 from mindspeed_asyncflow.errors import EngineError
 from mindspeed_asyncflow.records import OptimReport
@@ -99,23 +99,18 @@ class GradientStep:
         if extreme(int(finite), dist.ReduceOp.MIN, device):
             return ""
         mine = NOTHING_BAD
-        params = [dict(model.module.named_parameters()) for model in self.models]
+        # the bf16 wrapper puts its own level above the model
+        held = [held_weights(getattr(model.module, "module", model.module)) for model in self.models]
         for i, entry in enumerate(plan):
             if mine < NOTHING_BAD or entry.stage != mpu.pp_rank or not entry.trained:
                 continue
-            param = self._param(params[entry.chunk], entry.local_name)
-            if not torch.isfinite(param.main_grad).all():
+            if not torch.isfinite(gradient(held[entry.chunk][entry.local_name])).all():
                 mine = i * mpu.ep_size + mpu.ep_rank
         first = extreme(mine, dist.ReduceOp.MIN, device)
         if first == NOTHING_BAD:
             return "(a gradient buffer)"
         entry = plan[first // mpu.ep_size]
         return bridge._weight_name_mapping_mcore_to_hf(global_name(bridge, entry.name, first % mpu.ep_size))[0]
-
-    @staticmethod
-    def _param(params: dict[str, Any], name: str) -> Any:
-        # the bf16 wrapper puts its own level above the model
-        return params[name] if name in params else params[f"module.{name}"]
 
 
 def _is_finite(buffer: torch.Tensor) -> bool:

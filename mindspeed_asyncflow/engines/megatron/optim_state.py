@@ -5,7 +5,7 @@ The distributed optimizer of a rank owns a flat range of a parameter, the others
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class MegatronState:
 
 
 def shares(optimizer: Any, weights: Mapping[str, torch.Tensor]) -> Iterator[Share]:
-    """One for each parameter of which this rank has state, in the order of `weights` (by name)."""
+    """One for each weight of which this rank has state, in the order of `weights` (by name)."""
     owned = {}
     for part in _parts(optimizer):
         if hasattr(part, "model_param_group_index_map"):
@@ -62,15 +62,50 @@ def shares(optimizer: Any, weights: Mapping[str, torch.Tensor]) -> Iterator[Shar
                 owned[id(param)] = (part, main, part._get_model_param_range_map(param)["param"].start, True)
         else:
             mains = {id(p) for group in part.optimizer.param_groups for p in group["params"]}
-            for param in weights.values():
+            for param in (getattr(weight, "whole", weight) for weight in weights.values()):
                 main = getattr(param, "main_param", param)
                 if id(main) in mains:
                     owned[id(param)] = (part, main, 0, False)
-    for name, param in weights.items():
-        if id(param) in owned:
-            part, main, start, sharded = owned[id(param)]
-            copied = main.untyped_storage().data_ptr() != param.untyped_storage().data_ptr()
-            yield Share(name, start, main, copied, part.optimizer.state[main], sharded)
+    for name, weight in weights.items():
+        param = getattr(weight, "whole", weight)
+        if id(param) not in owned:
+            continue
+        part, main, start, sharded = owned[id(param)]
+        copied = main.untyped_storage().data_ptr() != param.untyped_storage().data_ptr()
+        state = part.optimizer.state[main]
+        if param is weight:
+            yield Share(name, start, main, copied, state, sharded)
+            continue
+        first, last = weight.start, weight.start + weight.numel()  # type: ignore[attr-defined]
+        cut = slice(max(first, start) - start, min(last, start + main.numel()) - start)
+        if cut.start < cut.stop:  # else other ranks have all of this expert's part
+            cut_main = main.detach().view(-1)[cut]
+            yield Share(name, start + cut.start - first, cut_main, copied, _PartOfState(state, main, cut), sharded)
+
+
+class _PartOfState(MutableMapping[str, Any]):
+    """State of a flat range of what the optimizer steps on. Setting a tensor copies it into that of the whole."""
+
+    def __init__(self, state: MutableMapping[str, Any], main: torch.Tensor, cut: slice) -> None:
+        self._state, self._main, self._cut = state, main, cut
+
+    def __getitem__(self, kind: str) -> Any:
+        value = self._state[kind]
+        return value.view(-1)[self._cut] if torch.is_tensor(value) else value
+
+    def __setitem__(self, kind: str, value: torch.Tensor) -> None:
+        if kind not in self._state:
+            self._state[kind] = torch.empty_like(self._main)
+        self[kind].copy_(value)
+
+    def __delitem__(self, kind: str) -> None:
+        del self._state[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
 def steps_taken(optimizer: Any) -> int:

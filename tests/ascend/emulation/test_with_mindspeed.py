@@ -1,5 +1,7 @@
 """The real MindSpeed on an emulated device trains as megatron does on the CPU. Where its source is present."""
 
+import shutil
+
 import main_job
 import pytest
 from emulated import needs_mindspeed, run_python
@@ -11,7 +13,22 @@ TP2 = {"tensor_parallel": 2, "sequence_parallel": True}
 PP2, EP2 = {"pipeline_parallel": 2}, {"data_parallel": 2, "expert_parallel": 2}
 FUSED = {"npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_fusion_attention"}
 
+GROUPED, ASYNC = FUSED | {"npu_gmm"}, {"all_to_all_single (async)"}
+OVERLAP = {"mindspeed": {"moe_overlap": "alltoall"}}
 RING = FUSED | {"npu_fusion_attention_grad"}
+
+
+# Every token chooses experts of the first half: a rank that has the others gets none.
+ONE_SIDED = """
+import sys, torch
+from safetensors.torch import load_file, save_file
+path = sys.argv[1] + "/model.safetensors"
+weights = load_file(path)
+for name, weight in weights.items():
+    if name.endswith("e_score_correction_bias"):
+        weight.copy_(torch.tensor([9.0, 9.0, -9.0, -9.0]))
+save_file(weights, path, metadata={"format": "pt"})
+"""
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +38,9 @@ def models(tmp_path_factory):
     found = {kind: tmp_path_factory.mktemp(kind) for kind in ("qwen3", "qwen3_moe", "deepseek_v3")}
     for kind, folder in found.items():
         run_python(code, "tests/engines/megatron", kind, str(folder), emulated=False)
+    found["one_sided"] = tmp_path_factory.mktemp("one_sided") / "model"
+    shutil.copytree(found["deepseek_v3"], found["one_sided"])
+    run_python(ONE_SIDED, str(found["one_sided"]), emulated=False)
     return {kind: str(folder) for kind, folder in found.items()}
 
 
@@ -35,28 +55,30 @@ def near(a, b, tolerance=1e-5, rounding=0.0):
         assert all(abs(x - y) < 1e-4 + rounding * abs(x) for x, y in zip(weight, b["weights"][name])), name
 
 
-CASES = [
-    ("qwen3", TP2, FUSED),
-    ("qwen3", {"data_parallel": 2, "distributed_optimizer": True}, FUSED),
-    ("qwen3", {**PP2, "virtual_pipeline": 2}, FUSED),
-    ("qwen3", {"context_parallel": 2}, FUSED),
-    ("qwen3", {"context_parallel": 2, "mindspeed": {"context_parallel": "ring", "swap_attention": True}}, RING),
-    ("deepseek_v3", {**TP2, "context_parallel": 2, "mindspeed": {"context_parallel": "ring"}}, RING),
-    ("qwen3_moe", EP2, FUSED - {"npu_swiglu"}),
-    ("deepseek_v3", TP2, FUSED),
-    ("qwen3", {"mindspeed": {"swap_attention": True, "fused_rope": False}}, FUSED - {"npu_rotary_mul"}),
-    ("qwen3", {**TP2, "mindspeed": {"recompute": ["attention", "mlp"]}}, FUSED),
-]
+CASES = {
+    "tensor": ("qwen3", TP2, FUSED),
+    "sharded": ("qwen3", {"data_parallel": 2, "distributed_optimizer": True}, FUSED),
+    "virtual": ("qwen3", {**PP2, "virtual_pipeline": 2}, FUSED),
+    "context": ("qwen3", {"context_parallel": 2}, FUSED),
+    "ring": ("qwen3", {"context_parallel": 2, "mindspeed": {"context_parallel": "ring", "swap_attention": True}}, RING),
+    "latent_ring": ("deepseek_v3", {**TP2, "context_parallel": 2, "mindspeed": {"context_parallel": "ring"}}, RING),
+    "expert": ("qwen3_moe", EP2, FUSED - {"npu_swiglu"}),
+    "grouped": ("qwen3_moe", {**EP2, "moe_grouped_gemm": True}, GROUPED),
+    "overlap": ("qwen3_moe", {**EP2, **OVERLAP, "recompute": True}, GROUPED | ASYNC),
+    "latent_overlap": ("deepseek_v3", {**TP2, **EP2, **OVERLAP}, GROUPED | ASYNC),
+    "one_sided": ("one_sided", {**EP2, **OVERLAP}, GROUPED | ASYNC),
+    "latent": ("deepseek_v3", TP2, FUSED),
+    "swap": ("qwen3", {"mindspeed": {"swap_attention": True, "fused_rope": False}}, FUSED - {"npu_rotary_mul"}),
+    "recompute": ("qwen3", {**TP2, "mindspeed": {"recompute": ["attention", "mlp"]}}, FUSED),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes", "operators"),
-    CASES,
-    ids=["tensor", "sharded", "virtual", "context", "ring", "latent_ring", "expert", "latent", "swap", "recompute"],
-)
+@pytest.mark.parametrize(("kind", "sizes", "operators"), CASES.values(), ids=CASES)
 def test_engine_trains_as_on_the_cpu(models, tmp_path, kind, sizes, operators):
     job = {"model": models[kind], "sizes": sizes, "steps": 3}
-    plain, emulated = (run_ranks(tmp_path / str(e), job, emulated=e) for e in (False, True))
+    by_itself = {name: value for name, value in sizes.items() if name != "moe_grouped_gemm"}
+    plain = run_ranks(tmp_path / "cpu", {**job, "sizes": by_itself}, emulated=False)
+    emulated = run_ranks(tmp_path / "npu", job, emulated=True)
     near(plain, emulated)
     assert emulated["device"] == "npu:0" and operators <= emulated["operators"].keys()
 
@@ -87,8 +109,9 @@ def test_a_checkpoint_of_one_platform_goes_on_on_the_other(models, tmp_path, siz
         ("trainer.tensor_parallel=2", "trainer.sequence_parallel=true"),
         ("trainer.pipeline_parallel=2", "model.source=builtin:tiny_qwen2_4l"),
         ("trainer.data_parallel=2", "trainer.expert_parallel=2"),
+        ("trainer.data_parallel=2", "trainer.expert_parallel=2", "trainer.mindspeed.moe_overlap=alltoall"),
     ],
-    ids=["one", "tensor", "pipeline", "expert"],
+    ids=["one", "tensor", "pipeline", "expert", "overlap"],
 )
 def test_main_job_has_the_losses_of_the_cpu(tmp_path, sizes):
     """Real Ray, dock, relay and rollout; three steps, every step trained on what the one before has sampled."""

@@ -48,11 +48,12 @@ def gradients(made: Any) -> dict[str, np.ndarray]:
     """All gradients, reduced and under their Hugging Face names."""
     from megatron.core.distributed import finalize_model_grads
 
-    from mindspeed_asyncflow.engines.megatron.export import export_tensors
+    from mindspeed_asyncflow.engines.megatron.export import export_tensors, gradient, held_weights, is_correction
 
     finalize_model_grads(made.models, None)
     trained = [entry for entry in made.plan if entry.trained]
-    grads = [{n: p.main_grad for n, p in chunk.named_parameters()} for chunk in made.chunks]
+    held = [held_weights(chunk) for chunk in made.chunks]
+    grads = [{name: gradient(w) for name, w in chunk.items() if not is_correction(name)} for chunk in held]
     return {name: t.numpy() for name, t in export_tensors(made.bridge, grads, trained)}
 
 
@@ -128,13 +129,15 @@ def nothing_trained(rank: int, folder: str, samples: list) -> dict[str, Any]:
     }
 
 
-def bad_gradient(rank: int, folder: str, sizes: dict, samples: list, bad_rank: int, value: float) -> dict[str, Any]:
+def bad_gradient(
+    rank: int, folder: str, sizes: dict, samples: list, bad_rank: int, value: float, name: str
+) -> dict[str, Any]:
+    """The last element of parameter `name` of `bad_rank` gets the gradient `value`."""
     with engine(rank, folder, sizes) as made:
         before = {name: t.numpy() for name, t in made.export_weights()}
         metrics = made.forward_backward(share(samples, made))
         if rank == bad_rank:
-            param = dict(made.chunks[0].named_parameters())["decoder.layers.1.self_attention.linear_proj.weight"]
-            param.main_grad.view(-1)[7] = value
+            dict(made.chunks[0].named_parameters())[name].main_grad.view(-1)[-1] = value
         skipped = made.optim_step(10.0)
         after = {name: t.numpy() for name, t in made.export_weights()}
         made.forward_backward(share(samples, made))

@@ -49,6 +49,8 @@ CASES = [
     ("deepseek_v3", {**SP2, **DP2, "expert_parallel": 2}),
     ("deepseek_v3_plain_queries", SP2),
     ("deepseek_v3_yarn", {}),
+    ("deepseek_v3", {"moe_grouped_gemm": True}),
+    ("qwen3_moe", {**SP2, **DP2, "expert_parallel": 2, "moe_grouped_gemm": True}),
     ("qwen2", RING2),
     ("qwen3_moe", {**RING2, "expert_parallel": 2}),
     ("deepseek_v3", RING2),
@@ -259,9 +261,25 @@ def test_bad_gradient_on_one_rank_is_skipped_by_all(groups, models, sizes, value
         samples=make_samples(),
         bad_rank=1,
         value=value,
+        name="decoder.layers.1.self_attention.linear_proj.weight",
     )
     for r in ranks:
         assert r["applied"] == (False, True)
         assert r["bad"] == "model.layers.1.self_attn.o_proj.weight"
         assert r["norm_is_nan"] and r["unchanged"] and r["finite_after"]
         assert r["lr"][0] == r["lr"][1], "a skipped step does not advance the schedule"
+
+
+def test_a_bad_gradient_of_grouped_experts_is_said_of_its_expert(groups, models):
+    ranks = groups.of(2).run(
+        rank_cases.bad_gradient,
+        folder=models["qwen3_moe"][0],
+        sizes={**DP2, "expert_parallel": 2, "moe_grouped_gemm": True},
+        samples=make_samples(),
+        bad_rank=1,
+        value=float("nan"),
+        name="decoder.layers.1.mlp.experts.weight1",
+    )
+    for r in ranks:
+        assert r["applied"] == (False, True) and r["unchanged"]
+        assert r["bad"] == "model.layers.1.mlp.experts.3.gate_proj.weight"

@@ -20,6 +20,7 @@ DP2 = {"data_parallel": 2}
 SHARDED = {**DP2, "distributed_optimizer": True}
 UNEVEN = {**PP2, "pipeline_layers": [3, 1]}
 EP2 = {**DP2, "expert_parallel": 2}
+GROUPED = {"moe_grouped_gemm": True}
 MODELS = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
@@ -73,8 +74,9 @@ def equal(one, other):
         ("qwen2", SHARDED, "bfloat16"),
         ("qwen3_moe", {**EP2, "distributed_optimizer": True}, "float32"),
         ("deepseek_v3", SP2, "float32"),
+        ("qwen3_moe", {**EP2, **GROUPED}, "bfloat16"),
     ],
-    ids=["one", "pipeline", "sharded", "experts", "latent"],
+    ids=["one", "pipeline", "sharded", "experts", "latent", "grouped"],
 )
 def test_a_save_during_training_continues_bit_for_bit(groups, models, tmp_path, kind, sizes, dtype):
     before = save(groups, models, kind, sizes, tmp_path, before=2, after=2, dtype=dtype)
@@ -97,8 +99,10 @@ def test_a_save_during_training_continues_bit_for_bit(groups, models, tmp_path, 
         ("qwen3", SP2, SHARDED, "float32"),
         ("qwen3_moe", {**EP2, "distributed_optimizer": True}, SP2, "float32"),
         ("deepseek_v3", PP2 | {"pipeline_layers": [1, 2]}, EP2, "float32"),
+        ("qwen3_moe", SP2, {**SHARDED, **GROUPED}, "float32"),
+        ("qwen3_moe", {**SHARDED, **GROUPED}, EP2, "float32"),
     ],
-    ids=["tensor", "uneven", "sharded", "from_sharded", "sequence", "experts", "latent"],
+    ids=["tensor", "uneven", "sharded", "from_sharded", "sequence", "experts", "latent", "grouped", "from_grouped"],
 )
 def test_moments_survive_another_parallel_layout(groups, models, tmp_path, kind, first, second, dtype):
     before = save(groups, models, kind, first, tmp_path, dtype=dtype)[0]

@@ -10,7 +10,7 @@ import types
 import torch
 
 from . import _C as _C
-from . import _modules, batches, npu, operators, places
+from . import _modules, batches, compiled, npu, operators, places
 
 __version__ = "2.7.1.post8+emulation"
 unsupported_dtype: list = []
@@ -30,6 +30,7 @@ globals().update({name: getattr(operators, name) for name in _names})
 places.install()
 npu.install()
 batches.install()
+compiled.install()
 _modules.install()
 torch._register_device_module("npu", npu)
 

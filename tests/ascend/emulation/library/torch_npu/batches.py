@@ -1,10 +1,12 @@
-"""`batch_isend_irecv` over the device's backend: one handle for the whole batch, as torch_npu gives, which can be asked
-whether it is done. gloo's own handles of messages cannot."""
+"""Messages over the device's backend. `batch_isend_irecv`: one handle for the whole batch, as torch_npu gives, that can
+be asked whether it is done; gloo's own handles cannot. All-to-alls that nobody waits for at once are counted."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
+
+from .operators import calls
 
 
 class Handle:
@@ -38,7 +40,7 @@ class Handle:
 def install() -> None:
     import torch.distributed as dist
 
-    batch = dist.batch_isend_irecv
+    batch, exchange = dist.batch_isend_irecv, dist.all_to_all_single
 
     def batch_isend_irecv(operations: list[Any]) -> list[Any]:
         if not operations or dist.get_backend(operations[0].group) != "hccl":
@@ -48,4 +50,9 @@ def install() -> None:
             raise RuntimeError(f"the task list has two messages one way to one rank: {ways}")
         return [Handle(batch(operations))]
 
+    def all_to_all_single(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        calls["all_to_all_single (async)"] += async_op
+        return exchange(*args, async_op=async_op, **kwargs)
+
+    dist.all_to_all_single = dist.distributed_c10d.all_to_all_single = all_to_all_single
     dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = batch_isend_irecv
