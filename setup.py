@@ -79,6 +79,7 @@ setup(
             'hypothesis==6.170.17; python_version >= "3.11"',  # property tests
             'hypothesis==6.168.5; python_version < "3.11"',  # the newest one for that Python
             'schemathesis==4.32.5; python_version >= "3.11"',  # calls of the service made from its schema
+            "openai==3.57.0",  # the completion calls are asked by the client that others use; an agent in examples/
             "ruff==0.17.6",  # linter
             "mypy==2.4.1",  # type checker
         ],
