@@ -20,11 +20,18 @@ vertical-align:top}@media(prefers-color-scheme:dark){body{background:#111;color:
 _STATUSES = {
     "400": "the body or a value is not as it must be",
     "401": "no token, or an unknown one",
+    "403": "not a program of this machine",
     "404": "no such thing, or it is not yours",
     "408": "not in time",
     "409": "not in this state of the run",
     "413": "too large",
+    "415": "no content type of this call",
+    "422": "what it says does not fit the run",
     "429": "too much at once",
+    "431": "too many headers",
+    "503": "not now: the engines start, recover, or have enough",
+    "504": "not in time",
+    "507": "no room for rows",
 }
 
 
@@ -64,9 +71,7 @@ def _describe_answers(operation: dict[str, Any], path: str) -> None:
     if path.startswith("/api/"):
         operation["responses"] = {"200": {"description": "done", "content": content}}
     operation["responses"].pop("422", None)
-    operation["responses"] |= {
-        status: {"description": words, "content": error} for status, words in {**_STATUSES, "415": "type"}.items()
-    }
+    operation["responses"] |= {status: {"description": words, "content": error} for status, words in _STATUSES.items()}
 
 
 def page(schema: dict[str, Any]) -> str:
@@ -86,8 +91,7 @@ def page(schema: dict[str, Any]) -> str:
                 parts.append(_fields(schema, body["$ref"].rpartition("/")[2]))
             for parameter in operation.get("parameters", ()):
                 parts.append(f"<p>query <code>{escape(parameter['name'])}</code></p>")
-    seen = {"Error"}
-    named = [name for name in schema["components"]["schemas"] if name not in seen]
+    named = [name for name in schema["components"]["schemas"] if name != "Error"]
     parts.append("<h1>Objects</h1>")
     parts += [f"<h2 id={escape(name)}><code>{escape(name)}</code></h2>{_fields(schema, name)}" for name in named]
     return "\n".join(parts) + "</html>"

@@ -1,0 +1,48 @@
+"""What docs/http.md shows works as it stands there."""
+
+import re
+from pathlib import Path
+
+from mindspeed_asyncflow.web import app, limits
+from mindspeed_asyncflow.web.app import make_app
+from mindspeed_asyncflow.web.security import OWNER, Tenants
+from mindspeed_asyncflow.web.server import HEADER_BYTES, Listening, offered
+from tests.web.fakes import FakeVerbs
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
+TOKEN = "the-token-of-the-owner"
+
+
+def test_the_python_of_the_page_drives_a_run(tmp_path, monkeypatch, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "service.token").write_text(TOKEN)
+    fake = FakeVerbs()
+    with offered(fake, Tenants({OWNER: TOKEN}), Listening(port=0)) as url:
+        assert "http://127.0.0.1:8000" in code
+        exec(code.replace("http://127.0.0.1:8000", url), {})
+    assert [call for _, call in fake.calls] == [
+        "init_engines", "put_prompts_data", "get_experience_data", "put_experience_data", "stop",
+    ]  # fmt: skip
+    assert "0 0.5" in capsys.readouterr().out
+
+
+def test_the_paths_of_the_page_are_those_of_the_schema(monkeypatch):
+    found = []
+    monkeypatch.setattr(app, "page", lambda schema: found.append(schema) or "")
+    make_app(FakeVerbs(), Tenants(None))
+    paths = {path for path in found[0]["paths"] if path.startswith("/api/")}
+    assert paths == {f"/api/{name}" for name in re.findall(r"/api/(\w+)", PAGE)}
+
+
+def test_the_limits_of_the_page_are_those_of_the_server():
+    told = limits.Limits()
+    for words in (
+        f"{told.json_bytes >> 20} MiB, as",
+        f"at the same time | {told.at_once} |",
+        f"{told.headers}, {HEADER_BYTES >> 10} KiB together",
+        f"body | {told.pause_s:.0f} s",
+    ):
+        assert words in PAGE, words
