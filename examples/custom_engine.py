@@ -1,6 +1,6 @@
 """A trainer in plain PyTorch and a rollout engine around transformers, in place of megatron-core and vLLM.
 
-    PYTHONPATH=examples asyncflow train configs/qwen_tiny_cpu.yaml \
+    PYTHONPATH=$PWD/examples asyncflow train configs/qwen_tiny_cpu.yaml \
         --set trainer.engine=custom_engine:PlainTrainer --set rollout.engine=custom_engine:PlainRollout
 
 Nothing of mindspeed_asyncflow is changed: `asyncflow check` with the same settings says whether the classes have all
