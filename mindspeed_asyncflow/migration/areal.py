@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_asyncflow.errors import ConfigError
-from mindspeed_asyncflow.migration import common
+from mindspeed_asyncflow.migration import common, tracking
 from mindspeed_asyncflow.migration.foreign import Foreign
 from mindspeed_asyncflow.migration.table import Move, Outcome, System, shown
 
@@ -85,6 +85,7 @@ def derive(file: Foreign, out: Outcome) -> None:
     _advantage(file, out)
     _loss(file, out)
     _devices(file, out)
+    tracking.take_areal(file, out)
     out.undecided.append(
         ("reward.scorers", "AReaL's script names the reward function; here reward.scorers does, e.g. math")
     )

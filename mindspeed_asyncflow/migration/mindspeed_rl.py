@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_asyncflow.errors import ConfigError
-from mindspeed_asyncflow.migration import common
+from mindspeed_asyncflow.migration import common, tracking
 from mindspeed_asyncflow.migration.foreign import Foreign
 from mindspeed_asyncflow.migration.table import Move, Outcome, System, shown
 
@@ -53,7 +53,6 @@ MOVES = (
     Move("rl_config.max_prompt_length", "data.max_prompt_tokens", 512),
     Move("rl_config.verifier_parallel", "reward.workers"),
     Move("rl_config.verifier_timeout", "reward.timeout_s", 30),
-    Move("rl_config.use_tensorboard", "observe.tensorboard"),
     Move("rl_config.hccl_buffersize", "rollout.ascend.hccl_buffer_mb"),
     Move("generate_config.infer_tensor_parallel_size", "rollout.tensor_parallel"),
     Move("generate_config.enable_expert_parallel", "rollout.ascend.expert_parallel"),
@@ -68,6 +67,7 @@ def derive(file: Foreign, out: Outcome) -> None:
     if stage not in ("ray_grpo", "ray_dapo", "ray_ppo"):
         raise ConfigError(f"megatron_training.stage: {stage} is no GRPO, DAPO or PPO: it trains on given answers")
     out.put("run.platform", "npu", "MindSpeed-RL runs on NPUs")
+    tracking.take_mindspeed_rl(file, out)
     out.put(
         "model.dtype",
         "bfloat16" if file.get("megatron_training.bf16", False) else "float32",
@@ -231,8 +231,6 @@ LOST = {
     "actor_config.lora_r": common.LORA,
     "actor_config.lora_alpha": common.LORA,
     "critic_config": "the critic is cut like the trainer and takes its other settings",
-    "rl_config.use_wandb": "observe.* says what is written beside metrics.jsonl",
-    "rl_config.use_swanlab": "observe.* says what is written beside metrics.jsonl",
     "rl_config.filter_groups_max_batches": "dropped groups are replaced up to workflow.max_refills",
     "rl_config.critic_resource": "the critic is as large as the trainer",
     "rl_config.rollout_max_tokens": "rollout.max_new_tokens is meant",
@@ -263,6 +261,7 @@ _OF_RL = (
     *("max_tool_response_length", "tool_response_truncate_side", "tool_parser_format", "data_strategy", "beta"),
     *("runtime_env_path", "num_samples_per_step", "actor_rollout_dispatch_size", "ref_dispatch_size", "init_kl_coef"),
     *("dynamic_max_batch_size", "ref_max_packing_token_size", "actor_max_packing_token_size", "kl_penalty"),
+    *("wandb_exp_name", "wandb_save_dir", "swanlab_exp_name", "swanlab_save_dir"),
 )
 _OF_ROLLOUT = (
     *("enforce_eager", "trust_remote_code", "max_model_len", "max_num_batched_tokens", "dtype", "num_scheduler_steps"),

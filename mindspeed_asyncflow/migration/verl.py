@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_asyncflow.migration import common
+from mindspeed_asyncflow.migration import common, tracking
 from mindspeed_asyncflow.migration.foreign import Foreign
 from mindspeed_asyncflow.migration.table import Move, Outcome, System, shown
 from mindspeed_asyncflow.migration.verl_rest import ACTOR, CORRECTION, LOST, MEGATRON, NEEDLESS, ROLLOUT
@@ -79,6 +79,7 @@ def derive(file: Foreign, out: Outcome) -> None:
     _loss(file, out)
     _devices(file, out)
     _reward(file, out)
+    tracking.take_verl(file, out)
 
 
 def _data(file: Foreign, out: Outcome) -> None:

@@ -36,8 +36,6 @@ LOST = {
     "algorithm.use_pf_ppo": "no such weighting of answers",
     "algorithm.kl_ctrl": "algorithm.kl_coef is constant",
     f"{CORRECTION}": "correction.* has no such term",
-    "trainer.logger": "observe.* says what is written beside metrics.jsonl",
-    "trainer.project_name": "runs have one name, run.name",
     "trainer.resume_mode": "`asyncflow train --resume` says it",
     "trainer.default_local_dir": "run.folder holds the runs",
     "trainer.val_before_train": "there is always an evaluation at the start",

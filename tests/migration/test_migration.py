@@ -252,3 +252,41 @@ def test_no_value_of_any_key_breaks_the_table(name, junk):
 def test_what_is_no_settings_file_is_refused_in_words(text, said):
     with pytest.raises(ConfigError, match=said):
         migrate(text, "theirs.yaml")
+
+
+@pytest.mark.parametrize(
+    ("system", "settings", "trackers", "online"),
+    [
+        ("verl", {"trainer": {"logger": ["console", "wandb"]}}, ("wandb",), True),
+        ("verl", {"trainer": {"logger": "['console']"}}, (), False),
+        ("verl", {"trainer": {"logger": ["mlflow", "tensorboard"]}}, ("tensorboard", "mlflow"), True),
+        ("verl", {"trainer": {"logger": "tensorboard"}}, ("tensorboard",), False),
+        ("verl", {}, ("tensorboard",), False),
+        ("mindspeed-rl", {"rl_config": {"use_wandb": True}}, ("wandb",), True),
+        ("mindspeed-rl", {"rl_config": {"use_tensorboard": False}}, (), False),
+        ("mindspeed-rl", {"rl_config": {"use_swanlab": True, "swanlab_mode": "local"}}, ("swanlab",), False),
+        ("areal", {"stats_logger": {"wandb": {"mode": "online"}}}, ("wandb",), True),
+        ("areal", {"stats_logger": {"wandb": {"mode": "offline"}}}, ("wandb",), False),
+        ("areal", {"stats_logger": {"wandb": {"mode": "disabled"}}}, ("tensorboard",), False),
+        ("areal", {"stats_logger": {"tensorboard": {"path": "/x"}, "swanlab": {"mode": "local"}}},
+         ("tensorboard", "swanlab"), False),
+    ],
+)  # fmt: skip
+def test_where_metrics_go_is_carried_over(system, settings, trackers, online):
+    written = yaml.safe_load({"verl": VERL, "mindspeed-rl": MINDSPEED_RL, "areal": AREAL}[system])
+    for section, values in settings.items():
+        written[section] = written.get(section, {}) | values
+    migrated = migrate(yaml.safe_dump(written), system=system)
+    observe = parse_config(migrated.text).observe
+    assert (observe.beside, observe.online) == (trackers, online)
+    assert any(key == "observe.trackers_python" for key, _ in migrated.undecided) == online
+
+
+def test_trackers_that_are_not_here_and_projects_are_not_forgotten():
+    written = yaml.safe_load(VERL)
+    written["trainer"] |= {"logger": ["console", "clearml"], "project_name": "my project"}
+    migrated = migrate(yaml.safe_dump(written), system="verl")
+    assert [why for key, why in migrated.lost if "clearml" in key] == [
+        "observe.trackers knows tensorboard, wandb, swanlab, mlflow"
+    ]
+    assert parse_config(migrated.text).observe.project == "my project"
