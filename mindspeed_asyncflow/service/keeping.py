@@ -36,6 +36,7 @@ class Keeping(Workers):
     dock: ThreadDock | None = None
     scorer: Any  # a `Remote` until it is built, then `Kept`
     references: list[Any]  # the same
+    outside: Any = None  # an `outside.Outside`, where somebody drives the run from there
     run: Run | None
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
@@ -48,8 +49,9 @@ class Keeping(Workers):
     def spawn_reference(self, index: int) -> Remote:
         return self.spawn(f"reference{index}", **self.sides.reference())
 
-    def keep_scorer(self, scorer: Remote) -> Kept:
-        return self._keep(scorer, self.spawn_scorer, lambda new: new.build(wiring.build_scorer, self.spec))
+    def keep_scorer(self, scorer: Remote) -> Any:
+        kept = self._keep(scorer, self.spawn_scorer, lambda new: new.build(wiring.build_scorer, self.spec))
+        return kept if self.outside is None else self.outside.scorer(kept)
 
     def keep_references(self, references: Sequence[Remote]) -> list[Kept]:
         return [self._keep_reference(i, reference) for i, reference in enumerate(references)]

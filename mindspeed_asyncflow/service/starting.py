@@ -63,9 +63,8 @@ class Starting(Keeping):
         tokenizer: Any,
         prompts: PromptSet,
         recorder: StepRecorder,
-        outside: Any = None,
+        outside: Any = None,  # an `outside.Outside`, where somebody drives the run from there
     ) -> None:
-        """`outside`: an `outside.Outside`, where somebody drives the run from there."""
         super().__init__(config, folder)
         self.tokenizer, self.outside = tokenizer, outside
         self.model_folder = model_folder
@@ -73,8 +72,8 @@ class Starting(Keeping):
         self.prompts, self.recorder = prompts, recorder
         self.stream: Any = None if outside is None else outside.prompts
         if self.stream is None:
-            order = (config.run.seed, config.data.epochs, config.data.drop_last, config.workflow.groups_per_step)
-            self.stream = PromptStream(prompts, *order)
+            d = config.data
+            self.stream = PromptStream(prompts, config.run.seed, d.epochs, d.drop_last, config.workflow.groups_per_step)
         self.events = NoEvents()
         self.in_place = in_place(config)
         self.threads = config.workflow.lanes + CALLS_BESIDE_ANSWERS  # of one replica
@@ -144,8 +143,6 @@ class Starting(Keeping):
         critics = self.start_critics(self.critics, spec)
         await asyncio.gather(self.in_time(others), self.start_ranks(ranks), critics, self.replicas.enough())
         self.scorer, self.references = self.keep_scorer(self.scorer), self.keep_references(self.references)
-        if self.outside is not None:
-            self.scorer = self.outside.scorer(self.scorer)
         self.keep_pairs(self.pairs)
 
     async def start_group(self) -> None:
