@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.watch < 0:
         raise ConfigError(f"--watch needs a number of seconds, 0 or more, got {arguments.watch:g}")
-    addresses, secret = _where(arguments.run_folder)
+    addresses, secret = where(arguments.run_folder)
     shown = False
     try:
         with DockClient(addresses, secret, wait_s=WAIT_S, map_arena=False, restart_s=0.0, home=0) as dock:
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise DockError(f"the dock of {arguments.run_folder} does not answer: has the job ended?") from gone
 
 
-def _where(folder: Path) -> tuple[list[str], bytes]:
+def where(folder: Path) -> tuple[list[str], bytes]:
     """Addresses and secret that a running job has left in its folder."""
     from mindspeed_asyncflow.observe.run_folder import RunFolder
 

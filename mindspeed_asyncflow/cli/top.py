@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mindspeed_asyncflow.errors import ConfigError
+from mindspeed_asyncflow.errors import AsyncFlowError, ConfigError
 from mindspeed_asyncflow.observe.attached import View, look
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.summary import duration
@@ -21,6 +21,7 @@ EXAMPLES = (
     "  asyncflow top runs/first --every 5\n"
     "  asyncflow top runs/latest --once    # plain text, once"
 )
+WAIT_S = 2.0  # for a dock, which may be frozen
 BARS = "▁▂▃▄▅▆▇█"
 COLORS = {"running": "green", "starting": "cyan", "ended": "bold", "failed": "bold red", "lost": "bold red"}
 
@@ -66,7 +67,22 @@ def _watch(folder: RunFolder, every_s: float) -> int:
 
 
 def see(folder: RunFolder) -> View:
-    return look(folder, lambda: _driver_lives(folder))
+    return look(folder, lambda: _driver_lives(folder), waiting=_waiting(folder))
+
+
+def _waiting(folder: RunFolder) -> dict[str, int]:
+    """Rows by task that wait in the dock now; empty where none is running, or none can be reached from this machine."""
+    if not folder.dock.is_file():
+        return {}
+    from mindspeed_asyncflow.cli.dock import where
+    from mindspeed_asyncflow.dock.client import DockClient
+    from mindspeed_asyncflow.dock.describe import waiting_rows
+
+    try:
+        with DockClient(*where(folder.path), wait_s=WAIT_S, map_arena=False, restart_s=0.0, home=0) as dock:
+            return waiting_rows(dock.stats())
+    except AsyncFlowError:
+        return {}
 
 
 def _driver_lives(folder: RunFolder) -> bool | None:

@@ -29,6 +29,12 @@ def add_up(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return total
 
 
+def waiting_rows(stats: Mapping[str, Any]) -> dict[str, int]:
+    """Rows that are ready for a task and held by nobody."""
+    tasks = stats["partitions"].get("train", {"tasks": {}})["tasks"]
+    return {task: int(states["ready"]) for task, states in tasks.items() if task in ("rollout", "reward", "train")}
+
+
 def as_text(
     address: str, stats: Mapping[str, Any], earlier: Mapping[str, Any] | None = None, seconds: float = 0.0
 ) -> str:

@@ -86,9 +86,15 @@ class View:
         return self.state in ("running", "starting")
 
 
-def look(folder: RunFolder, driver: Callable[[], bool | None], now: float | None = None) -> View:
-    """`driver`: whether the driver lives; None: nobody can tell here. `now`: epoch seconds. Raises ConfigError where
-    the folder's settings cannot be read."""
+def look(
+    folder: RunFolder,
+    driver: Callable[[], bool | None],
+    now: float | None = None,
+    waiting: Mapping[str, int] | None = None,
+) -> View:
+    """`driver`: whether the driver lives; None: nobody can tell here. `now`: epoch seconds. `waiting`: rows by task
+    that wait in the dock at this moment, in place of those at the end of the newest step. Raises ConfigError where the
+    folder's settings cannot be read."""
     now = time.time() if now is None else now
     config = load_config(folder.config)
     records = tail(folder.metrics)
@@ -108,7 +114,7 @@ def look(folder: RunFolder, driver: Callable[[], bool | None], now: float | None
         wanted=config.trainer.steps,
         ran_s=ran,
         left_s=time_left(times, steps, config.trainer.steps, now) if alive else None,
-        sections=_sections(records, read_evaluations(folder.evaluations)),
+        sections=_sections(records, read_evaluations(folder.evaluations), waiting or {}),
         rewards=[r["reward/mean"] for r in records if r.get("reward/mean") is not None],
         lags=recent_lags(folder.ledger, steps - LAG_STEPS),
         bottleneck=bottleneck(averaged(records[-RECENT:]), Sizes.of(config)),
@@ -190,17 +196,22 @@ def _ran(path: Path, now: float | None, times: Sequence[float]) -> float | None:
 
 
 def _sections(
-    records: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]
+    records: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], waiting: Mapping[str, int]
 ) -> list[tuple[str, list[Row]]]:
-    found = [(title, _rows(records, rows)) for title, rows in SECTIONS]
+    found = [(title, _rows(records, rows, waiting)) for title, rows in SECTIONS]
     if evaluations and (value := evaluations[-1].get("mean_at_k")) is not None:
         found[0][1].insert(1, ("held-out", f"{value:.3f}  (version {evaluations[-1]['version']})"))
     return [(title, rows) for title, rows in found if rows]
 
 
-def _rows(records: Sequence[Mapping[str, Any]], rows: Sequence[tuple[str, str, str]]) -> list[Row]:
+def _rows(
+    records: Sequence[Mapping[str, Any]], rows: Sequence[tuple[str, str, str]], waiting: Mapping[str, int]
+) -> list[Row]:
     found = []
     for label, name, form in rows:
+        if name.startswith("queue/") and (count := waiting.get(name.removeprefix("queue/"))) is not None:
+            found.append((label, f"{form.format(count)}  (now)"))
+            continue
         values = [v for record in records[-RECENT:] if (v := record.get(name)) is not None and math.isfinite(v)]
         if not records or name not in records[-1]:
             continue

@@ -15,6 +15,7 @@ import psutil
 from mindspeed_asyncflow.algorithms.aggregate import loss_denominator
 from mindspeed_asyncflow.config.feasibility import devices
 from mindspeed_asyncflow.config.schema import Config
+from mindspeed_asyncflow.dock.describe import waiting_rows
 from mindspeed_asyncflow.observe.bottleneck import Sizes, bottleneck, whole_run
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.observe.metrics import describe, reduce_sums
@@ -382,12 +383,6 @@ def explained_variance(metrics: Mapping[str, float]) -> dict[str, float]:
     of_returns = metrics["critic/returns_sq_mean"] - metrics["critic/returns_mean"] ** 2
     left = metrics["critic/residual_sq_mean"] - metrics["critic/residual_mean"] ** 2
     return {"critic/vf_explained_var": 1 - left / of_returns} if of_returns > 1e-12 else {}
-
-
-def waiting_rows(stats: Mapping[str, Any]) -> dict[str, int]:
-    """Rows that are ready for a task and held by nobody."""
-    tasks = stats["partitions"].get("train", {"tasks": {}})["tasks"]
-    return {task: int(states["ready"]) for task, states in tasks.items() if task in ("rollout", "reward", "train")}
 
 
 def dock_gauges(stats: Mapping[str, Any]) -> dict[str, float]:

@@ -4,16 +4,21 @@ import io
 import json
 import sys
 
+import numpy as np
 import pytest
 
 from mindspeed_asyncflow.cli import main
-from mindspeed_asyncflow.cli.top import _driver_lives, histogram, plain, sparkline, table
+from mindspeed_asyncflow.cli.top import _driver_lives, histogram, plain, see, sparkline, table
 from mindspeed_asyncflow.config import parse_config
 from mindspeed_asyncflow.config.load import dump_resolved
+from mindspeed_asyncflow.dock.client import DockClient
+from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, grpo_tasks
+from mindspeed_asyncflow.dock.server import DockServer
 from mindspeed_asyncflow.observe import attached
 from mindspeed_asyncflow.observe.attached import look, recent_lags, tail, time_left
 from mindspeed_asyncflow.observe.ledger import Ledger
 from mindspeed_asyncflow.observe.run_folder import RunFolder
+from mindspeed_asyncflow.records import PromptRow
 
 
 @pytest.fixture
@@ -163,6 +168,20 @@ def test_both_forms_say_the_same(folder):
     narrow = Console(width=40, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
     narrow.print(table(view))
     assert max(map(len, narrow.export_text().splitlines())) <= 40
+
+
+def test_what_waits_is_asked_of_a_dock_that_is_up(folder, capsys):
+    write(folder, range(3))
+    assert "answers for the trainer 17\n" in plain(see(folder))
+    secret = b"0123456789abcdef"
+    server = DockServer(GRPO_COLUMNS, grpo_tasks(False), arena_mb=1, secret=secret).start()
+    folder.dock.write_text(json.dumps({"addresses": [server.address], "secret": secret.hex()}))
+    with DockClient([server.address], secret) as client:
+        client.put_groups("train", [[PromptRow(5, m, 2, np.arange(3, dtype=np.int32), "truth") for m in range(2)]])
+    text = plain(see(folder))
+    assert "prompts for rollout     2  (now)\n" in text and "answers for the trainer 0  (now)\n" in text
+    server.close()
+    assert "answers for the trainer 17\n" in plain(see(folder))
 
 
 def test_bars_are_to_scale():
