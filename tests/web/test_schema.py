@@ -14,7 +14,7 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis needs Py
 
 pytestmark = pytest.mark.slow
 TOKEN = "the-token-of-the-owner"
-EXAMPLES = 60  # of each operation and kind
+EXAMPLES = 12  # of each operation and kind
 
 
 @pytest.fixture(scope="module")
