@@ -7,12 +7,14 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, TypeVar
 
+from mindspeed_asyncflow.errors import ServiceError
+
 T = TypeVar("T")
 
 
 async def carried(loop: asyncio.AbstractEventLoop, items: AsyncIterator[T]) -> AsyncGenerator[T]:
     """What `items`, which lives in `loop`, gives, in the loop of the caller. It is closed there when the caller closes
-    this one, and what it raises is raised here."""
+    this one, and what it raises is raised here. Raises `ServiceError` where that loop ends before it does."""
     here, mailbox = asyncio.get_running_loop(), asyncio.Queue[Any]()
     end = object()
 
@@ -28,11 +30,22 @@ async def carried(loop: asyncio.AbstractEventLoop, items: AsyncIterator[T]) -> A
             if isinstance(items, AsyncGenerator):
                 await items.aclose()
 
-    bringing = asyncio.run_coroutine_threadsafe(bring(), loop)
+    work = bring()
+    try:
+        bringing = asyncio.run_coroutine_threadsafe(work, loop)
+    except RuntimeError as error:  # it is closed
+        work.close()
+        raise _ended() from error
     bringing.add_done_callback(lambda done: hand_over(end))
     try:
         while (item := await mailbox.get()) is not end:
             yield item
+        if bringing.cancelled():
+            raise _ended()
         bringing.result()
     finally:
         bringing.cancel()
+
+
+def _ended() -> ServiceError:
+    return ServiceError(409, "ended", "the run has ended")

@@ -195,7 +195,7 @@ async def _answered(request: Request, verbs: Verbs, call: _Call) -> Response:
     news = _news(verbs, tenant_of(request), call.choices, limit_s)
     try:
         if call.body.stream:
-            first = await unless_gone(request, anext(news, None), limit_s + GRACE_S)  # a fault before it has a status
+            first = await unless_gone(request, _first(news), limit_s + GRACE_S)  # a fault before it has a status
             return StreamingResponse(_events(call, first, news), media_type=EVENTS)
         await unless_gone(request, _all(news), limit_s + GRACE_S)
     except ClientGone:
@@ -205,6 +205,10 @@ async def _answered(request: Request, verbs: Verbs, call: _Call) -> Response:
         await news.aclose()
         raise
     return _json(call.whole())
+
+
+async def _first(news: AsyncIterator[News]) -> News | None:
+    return await anext(news, None)
 
 
 async def _all(news: AsyncIterator[News]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from operator import attrgetter
 from types import SimpleNamespace
 
@@ -310,6 +311,36 @@ def test_an_iterator_crosses_between_event_loops_with_its_items_its_error_and_it
         assert [i for i in seen if i != "closed"] == [0, 1, 2]
 
     run(run_loop())
+
+
+def test_who_still_waits_when_the_loop_of_the_run_ends_is_told_so():
+    began, ended = threading.Event(), threading.Event()
+
+    async def items():
+        yield 1
+        began.set()
+        await asyncio.sleep(60)
+
+    async def run_loop():
+        loops.append(asyncio.get_running_loop())
+        began.set()
+        await asyncio.to_thread(ended.wait, 20)
+
+    async def caller():
+        carrying = carried(loops[0], items())
+        assert await anext(carrying) == 1
+        ended.set()
+        with pytest.raises(ServiceError, match="has ended"):
+            await anext(carrying)
+        thread.join(20)
+        with pytest.raises(ServiceError, match="has ended"):
+            await anext(carried(loops[0], items()))
+
+    loops = []
+    thread = threading.Thread(target=lambda: asyncio.run(run_loop()))
+    thread.start()
+    assert began.wait(20)
+    run(caller())
 
 
 @pytest.mark.parametrize(
