@@ -74,13 +74,21 @@ def _measured(url, tokens, server, out, steps, requests, rounds) -> dict:
         direct = parts.direct(out / "run", rounds)
         summary = client.stop()
         code = server.wait(120.0)
+    # Raises where the audit finds something.
     audit_s = run_command(
         [sys.executable, "-m", "mindspeed_asyncflow", "audit", str(out / "run")], out / "audit.log", {}, 300.0
     )
     print(f"audit passed in {audit_s:.1f} s; exit code {code}; {json.dumps(summary, default=str)[:300]}", flush=True)
-    ok = code == 0 and found.steps == steps and found.rows == steps * SETTINGS["workflow.groups_per_step"] * found.size
+    rows = steps * SETTINGS["workflow.groups_per_step"] * found.size
+    whole = code == 0 and (found.steps, found.rows) == (steps, rows)
+    return figures(found, whole, spoiled, (over_http, direct), overhead_us)
+
+
+def figures(found: Driven, whole: bool, spoiled: parts.Spoiled, rates: tuple[float, float], overhead_us: float) -> dict:
+    """The last line. `whole`: the run came to its end, with every row trained and the audit passed."""
+    over_http, direct = rates
     return {
-        "verbs_run_ok": bool(ok and not spoiled.effects and found.rewards[-1] > found.rewards[0]),
+        "verbs_run_ok": bool(whole and not spoiled.effects and found.rewards[-1] > found.rewards[0]),
         "bad_requests_tried": spoiled.tried,
         "server_errors": spoiled.errors,
         "experience_gb_per_s_over_dock": round(over_http / direct, 4),
