@@ -37,11 +37,10 @@ _NAMES = "it changes the modules whose weights checkpoints and weight updates kn
 # mindspeed/core/transformer/moe/moe_feature.
 OVERLAPS = {
     "allgather": "its experts are made without process groups (overlap/experts.py:36), without which megatron's class "
-    "for them cannot be made, and called with one argument more than they take (overlap/moe_layer.py:149); use "
-    "alltoall",
+    "for them cannot be made, and called with one argument more than they take (overlap/moe_layer.py:149)",
     "forward_backward": "its schedule, experts and collectives import megatron.training (fb_overlap/adaptor.py:24), "
     "which is in Megatron-LM's source tree and not in the megatron-core package, and it runs layers in an order of its "
-    "own, without the trimmed last layer of this trainer; use alltoall",
+    "own, without the trimmed last layer of this trainer",
 }
 _MLP = "dense layers have an MLP of our own; trainer.mindspeed.recompute computes it again as a whole"
 _LINEAR = "it takes the place of linear layers that megatron's local layer specification does not use"
@@ -162,7 +161,7 @@ def rules(c: Config) -> Iterator[Raw]:
 def _overlap(c: Config) -> Iterator[Raw]:
     m, key = c.trainer.mindspeed, f"{KEY}.moe_overlap"
     if m.moe_overlap in OVERLAPS:
-        yield "error", (key,), f"is {m.moe_overlap}: {OVERLAPS[m.moe_overlap]}"
+        yield "error", (key,), f"is {m.moe_overlap}: {OVERLAPS[m.moe_overlap]}; use alltoall"
     elif m.moe_overlap == "alltoall" and c.trainer.expert_parallel == 1:
         yield (
             "error",

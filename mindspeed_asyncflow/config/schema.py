@@ -66,7 +66,7 @@ class TrainerConfig(Section):
     distributed_optimizer: bool = Field(False, description="Shard optimizer state over DP.")
     recompute: bool = Field(False, description="Recompute activations in the backward pass.")
     moe_grouped_gemm: bool = Field(
-        False, description="All experts of a rank in one operator; on NPUs MindSpeed's, compiled at its first use."
+        False, description="All experts of a rank in one operator; on NPUs MindSpeed's, compiled when a rank starts."
     )
     micro_batch_tokens: int = Field(4096, ge=1, description="Most tokens in one packed micro-batch.")
     stream_groups: int | None = Field(

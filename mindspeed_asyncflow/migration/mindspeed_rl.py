@@ -34,6 +34,7 @@ MOVES = (
     Move("megatron_training.use_fused_rotary_pos_emb", "trainer.mindspeed.fused_rope"),
     Move("megatron_training.use_flash_attn", "trainer.mindspeed.flash_attention"),
     Move("megatron_training.swap_attention", "trainer.mindspeed.swap_attention"),
+    Move("megatron_training.moe_grouped_gemm", "trainer.moe_grouped_gemm"),
     Move("actor_config.tensor_model_parallel_size", "trainer.tensor_parallel"),
     Move("actor_config.pipeline_model_parallel_size", "trainer.pipeline_parallel"),
     Move("actor_config.context_parallel_size", "trainer.context_parallel"),
@@ -174,9 +175,11 @@ def _devices(file: Foreign, out: Outcome) -> None:
         out.put("trainer.micro_batch_tokens", packed, "from rl_config.update_max_packing_token_size")
     elif isinstance(samples, int) and longest:
         out.put("trainer.micro_batch_tokens", samples * longest, "from actor_config.micro_batch_size x longest")
-    if file.get("megatron_training.moe_alltoall_overlap_comm", False):
-        text = "trainer.mindspeed.moe_overlap: alltoall is refused here (docs/ascend.md says why)"
-        out.lost.append(("megatron_training.moe_alltoall_overlap_comm: True", text))
+    key = "megatron_training.moe_alltoall_overlap_comm"
+    if file.get(key, False) and out.value("trainer.expert_parallel", 1) > 1:
+        out.put("trainer.mindspeed.moe_overlap", "alltoall", f"from {key}")
+    elif file.get(key, False):
+        out.lost.append((f"{key}: True", "one expert-parallel rank has nobody to exchange tokens with"))
 
 
 def _reward(file: Foreign, out: Outcome) -> None:

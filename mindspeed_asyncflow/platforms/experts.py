@@ -28,6 +28,7 @@ class GroupedExperts(MegatronModule):
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         self.weight1 = self._weight(num_local_experts, 2 * width, config.hidden_size, cut=CUT["weight1"])
         self.weight2 = self._weight(num_local_experts, config.hidden_size, width, cut=CUT["weight2"])
+        kernels.prepare_grouped_matmul(self.weight1.device)
 
     def _weight(self, *shape: int, cut: int) -> torch.nn.Parameter:
         config = self.config

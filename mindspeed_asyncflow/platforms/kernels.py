@@ -101,6 +101,12 @@ class _Swiglu(torch.autograd.Function):
         return out
 
 
+def prepare_grouped_matmul(device: torch.device) -> None:
+    """Before the first `grouped_matmul` there; minutes where MindSpeed compiles it. Raises `PlatformError`."""
+    if device.type == "npu":
+        mindspeed.compile_grouped_matmul()
+
+
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Rows of `x` times the matrix of their group. x: [N, K], group after group; weight: [E, K, M]; counts: int64 [E],
     rows of each group -> [N, M]. On an NPU `weight` may be a transposed view; the operator is MindSpeed's."""

@@ -53,9 +53,20 @@ def arguments(settings: MindSpeedConfig) -> dict[str, Any]:
     }
 
 
+def compile_grouped_matmul() -> None:
+    """Make `grouped_matmul` ready, at the start and not inside the first step. Raises `PlatformError`."""
+    function = importlib.import_module("mindspeed.ops.gmm").GMMFunction
+    try:
+        function.builder.load(verbose=False)
+    except Exception as error:  # of a compiler, of its absence, of paths that are None
+        raise PlatformError(
+            f"MindSpeed cannot compile its grouped matmul ({type(error).__name__}: {error}): it needs a C++ compiler, "
+            "ninja and CANN's set_env.sh; or set trainer.moe_grouped_gemm false and trainer.mindspeed.moe_overlap off"
+        ) from error
+
+
 def grouped_matmul(x: Any, weight: Any, ends: Any) -> Any:
-    """`npu_gmm` with its gradient; MindSpeed compiles it at its first use. ends: int64 [E], rows up to each group's
-    end."""
+    """`npu_gmm` with its gradient. ends: int64 [E], rows up to each group's end."""
     function = importlib.import_module("mindspeed.ops.gmm").GMMFunction
     return function.apply(weight, x, weight, None, (ends, 0, False, 0, 1))
 

@@ -165,6 +165,18 @@ def test_mindspeed_rl_keys_arrive_under_our_names():
     assert {"data.task", "reward.scorers"} <= keys(made.undecided)
 
 
+@pytest.mark.parametrize(("experts", "overlap"), [(2, "alltoall"), (1, "off")])
+def test_messages_of_experts_run_beside_computation_where_there_are_any(experts, overlap):
+    key = "moe_alltoall_overlap_comm"
+    text = MINDSPEED_RL.replace(
+        "megatron_training:\n", f"megatron_training:\n  {key}: true\n  moe_grouped_gemm: true\n"
+    )
+    text = text.replace("actor_config:\n", f"actor_config:\n  expert_model_parallel_size: {experts}\n")
+    made, c = migrated(text)
+    assert (c.trainer.mindspeed.moe_overlap, c.trainer.moe_grouped_gemm) == (overlap, True)
+    assert any(key in name for name in keys(made.lost)) == (overlap == "off")
+
+
 def test_areal_keys_arrive_under_our_names():
     made, c = migrated(AREAL)
     assert (made.system, c.run.name, c.run.seed) == ("AReaL", "words", 7)

@@ -35,6 +35,16 @@ def test_rms_norm():
     )
 
 
+def test_grouped_matmul_with_a_group_that_has_no_rows():
+    counts = torch.tensor([2, 0, 4])
+    same_values_and_gradients(
+        lambda x, w: kernels.grouped_matmul(x, w.transpose(1, 2), counts),
+        lambda x, w: torch.einsum("nk,nmk->nm", x, w.repeat_interleave(counts, 0)),
+        torch.randn(6, 5),
+        torch.randn(3, 7, 5),
+    )
+
+
 def test_rms_norm_of_bf16_computes_statistics_in_fp32():
     x = (torch.randn(4, 64) * 30).bfloat16()
     weight = torch.ones(64, dtype=torch.bfloat16)

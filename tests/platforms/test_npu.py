@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mindspeed_asyncflow.errors import PlatformError
-from mindspeed_asyncflow.platforms import npu
+from mindspeed_asyncflow.platforms import kernels, npu
 
 
 @pytest.fixture(autouse=True)
@@ -133,3 +133,19 @@ def test_memory_calls_reach_the_device(loaded, monkeypatch):
     assert storage.nbytes() == 0
     platform.restore_storage(storage, 16)
     assert storage.nbytes() == 16
+
+
+def test_a_grouped_matmul_that_cannot_be_compiled_is_said_with_its_settings(monkeypatch):
+    """MindSpeed's own error where CANN is not there: its paths are None."""
+
+    def load(verbose):
+        raise TypeError("expected str, bytes or os.PathLike object, not NoneType")
+
+    module = types.ModuleType("mindspeed.ops.gmm")
+    module.GMMFunction = types.SimpleNamespace(builder=types.SimpleNamespace(load=load))
+    for name in ("mindspeed", "mindspeed.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "mindspeed.ops.gmm", module)
+    with pytest.raises(PlatformError, match=r"NoneType.*set_env\.sh.*trainer\.moe_grouped_gemm"):
+        kernels.prepare_grouped_matmul(types.SimpleNamespace(type="npu"))
+    kernels.prepare_grouped_matmul(torch.device("cpu"))

@@ -96,6 +96,39 @@ assert torch_npu.calls["npu_fusion_attention"] == torch_npu.calls["npu_fusion_at
 print("done")
 """
 
+GROUPS = """
+import torch, torch_npu
+from torch_npu.compiled import npu_gmm, npu_gmm_backward
+torch.manual_seed(0)
+ends = torch.tensor([3, 3, 7], device="npu")
+x = torch.randn(7, 4, device="npu", requires_grad=True)
+for weight in (torch.randn(3, 4, 5, device="npu"), torch.randn(3, 5, 4, device="npu").mT):
+    weight = weight.detach().requires_grad_()
+    (out,) = npu_gmm([x], [weight], [], ends, 0, 0)
+    by_row = weight[torch.tensor([0, 0, 0, 2, 2, 2, 2], device="npu")]
+    torch.testing.assert_close(out, torch.einsum("nk,nkm->nm", x, by_row))
+    grad = torch.randn_like(out)
+    wanted = torch.autograd.grad(out, (x, weight), grad)
+    (of_x,), (of_weight,), none = npu_gmm_backward([grad], [x], [weight], ends, 0)
+    torch.testing.assert_close((of_x, of_weight), wanted)
+def refused(words, *arguments):
+    try:
+        npu_gmm(*arguments)
+    except RuntimeError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"not refused: {words}")
+refused("groups end at", [x], [weight], [], ends + 1, 0, 0)
+refused("got one on cpu", [x], [weight], [], ends.cpu(), 0, 0)
+refused("last two dimensions transposed", [x], [weight.permute(1, 0, 2).contiguous().permute(1, 0, 2)], [], ends, 0, 0)
+import torch.utils.cpp_extension
+try:
+    torch.utils.cpp_extension.load(name="algorithm", sources=[])
+except RuntimeError as error:
+    assert "algorithm is not emulated" in str(error)
+print("done")
+"""
+
 REFUSALS = """
 import torch, torch_npu
 def refused(action, words):
@@ -138,7 +171,9 @@ print("done")
 
 
 @pytest.mark.parametrize(
-    "code", [PLATFORM, OPERATORS, BLOCKS, REFUSALS], ids=["platform", "operators", "blocks", "refusals"]
+    "code",
+    [PLATFORM, OPERATORS, BLOCKS, GROUPS, REFUSALS],
+    ids=["platform", "operators", "blocks", "groups", "refusals"],
 )
 def test_on_the_emulated_device(code, monkeypatch):
     """B90 and the rules of the operators: the code of our platform, and what a device would not take."""
