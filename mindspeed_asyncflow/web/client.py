@@ -278,7 +278,8 @@ def _settings(url: str, token: str | None, token_file: str | Path | None, verify
             raise ConfigError(f"the token cannot be read: {error}") from error
     local = is_loopback(parts.hostname)
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
-    return {"base_url": url, "headers": headers, "verify": verify, "trust_env": not local, "follow_redirects": False}
+    pool = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+    return {"base_url": url, "headers": headers, "verify": verify, "trust_env": not local, "limits": pool}
 
 
 def _timeout(wait_s: float) -> httpx.Timeout:

@@ -23,7 +23,7 @@ class Limits:
     body_bytes: int = 1 << 30  # with tensors
     json_bytes: int = JSON_BYTES  # without
     held_bytes: int = 2 << 30  # of all bodies that are read at once
-    at_once: int = 64  # calls of one tenant
+    at_once: int = 512  # calls of one tenant, most of which wait
     headers: int = 64
     pause_s: float = 30.0  # longest silence within a body
 
