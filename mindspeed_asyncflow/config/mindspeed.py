@@ -63,7 +63,8 @@ REFUSED = {
     "reset_attention_mask": "samples are packed by their lengths, which core attention gets with the batch",
     "gemm_gradient_accumulation_fusion": "weights of grouped experts lie transposed to what it adds gradients to",
     "moe_tp_extend_ep": _NAMES,
-    "moe_zero_memory": "it frees tensors that only MindSpeed's own MoE layer makes again",
+    "moe_zero_memory": "it computes experts again from weights that lie as MindSpeed's own experts have them "
+    "(overlap/moe_layer_overlap_all2all.py:316)",
     "tp_2d": _NAMES,
     "noop_layers": _NAMES,
     "use_ascend_mc2": _LINEAR,
@@ -123,9 +124,10 @@ def rules(c: Config) -> Iterator[Raw]:
             "error",
             (f"{KEY}.reuse_fp32_param",),
             "is true: mindspeed/core/memory/reuse_param/adaptor.py:9 imports megatron.training, which is in "
-            "Megatron-LM's source tree and not in the megatron-core package; and between two steps it keeps no float32 "
-            "masters but their halves apart (reuse_optimizer.py:62), where checkpoints and swaps of this trainer read "
-            "masters; set trainer.distributed_optimizer to save memory",
+            "Megatron-LM's source tree and not in the megatron-core package. What it calls (ConvertFp32BF16, "
+            "reuse_optimizer.py:14) could be had without, but keeps masters between two steps as halves that lie apart "
+            "(line 62), where checkpoints of this trainer read float32; set trainer.distributed_optimizer to save "
+            "memory",
         )
     if t.recompute and m.recompute:
         yield (
