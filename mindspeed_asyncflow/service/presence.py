@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from mindspeed_asyncflow.errors import ClientSilent
 from mindspeed_asyncflow.workflow.clock import in_time
 
-LOOK_S = 1.0
+LOOK_S = 0.2
 
 
 class Presence:

@@ -324,7 +324,8 @@ def run_loops(
     path = f"/dev/shm/asyncflow-{os.getpid()}-test{secrets.token_hex(4)}"
     relay = SlowRelay(path, plan.table(train.layout, "float32"), keep=config.workflow.keep_versions)
     relay.delay_s = publish_s
-    tasks = grpo_tasks(False, token_level=config.algorithm.token_level, critic=bool(critics))
+    by_client = config.service.prompts == "client"
+    tasks = grpo_tasks(False, token_level=config.algorithm.token_level, critic=bool(critics), service=by_client)
     stack = contextlib.ExitStack()
     servers = [
         DockServer(GRPO_COLUMNS, tasks, arena_mb=4, lease_s=30.0, secret=secret, pair=pair).start()
