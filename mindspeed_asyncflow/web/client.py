@@ -156,7 +156,7 @@ class Client(_Methods):
         for pause_s in (*PAUSES_S, None):
             try:
                 response = self._http.request(
-                    call.method, call.path, content=call.body, headers=call.headers, timeout=_timeout(call.wait_s)
+                    call.method, call.path, content=call.content, headers=call.headers, timeout=_timeout(call.wait_s)
                 )
                 if response.status_code not in NOT_NOW or pause_s is None:
                     return _meant(call, response, response.content)
@@ -168,7 +168,7 @@ class Client(_Methods):
     def _stream(self, call: Call) -> Iterator[dict[str, Any]]:
         try:
             with self._http.stream(
-                call.method, call.path, content=call.body, headers=call.headers, timeout=_timeout(SILENCE_S)
+                call.method, call.path, content=call.content, headers=call.headers, timeout=_timeout(SILENCE_S)
             ) as response:
                 if response.status_code >= 400:
                     _meant(call, response, response.read())
@@ -241,7 +241,11 @@ class AsyncClient(_Methods):
         for pause_s in (*PAUSES_S, None):
             try:
                 response = await self._http.request(
-                    call.method, call.path, content=call.body, headers=call.headers, timeout=_timeout(call.wait_s)
+                    call.method,
+                    call.path,
+                    content=call.async_content,
+                    headers=call.headers,
+                    timeout=_timeout(call.wait_s),
                 )
                 if response.status_code not in NOT_NOW or pause_s is None:
                     return _meant(call, response, response.content)
@@ -253,7 +257,7 @@ class AsyncClient(_Methods):
     async def _stream(self, call: Call) -> AsyncIterator[dict[str, Any]]:
         try:
             async with self._http.stream(
-                call.method, call.path, content=call.body, headers=call.headers, timeout=_timeout(SILENCE_S)
+                call.method, call.path, content=call.async_content, headers=call.headers, timeout=_timeout(SILENCE_S)
             ) as response:
                 if response.status_code >= 400:
                     _meant(call, response, await response.aread())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from mindspeed_asyncflow.service.verbs import Column, Experience, Prompt, Trajec
 from mindspeed_asyncflow.web import wire
 
 ANSWER_S = 30.0  # beyond what the call itself may take
+PIECE = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +25,46 @@ class Call:
     method: str
     path: str
     kind: str = wire.JSON
-    body: bytes | None = None
+    parts: Sequence[Any] | None = None  # buffers of the body
     wait_s: float = 60.0
     again: bool = False
     read: Callable[[Any], Any] = lambda document: document
 
     @property
     def headers(self) -> dict[str, str]:
-        accept = f"{wire.TENSORS}, {wire.JSON}, {wire.LINES}"
-        return {"accept": accept, **({} if self.body is None else {"content-type": self.kind})}
+        told = {"accept": f"{wire.TENSORS}, {wire.JSON}, {wire.LINES}"}
+        if self.parts is not None:
+            told |= {"content-type": self.kind, "content-length": str(sum(map(len, self.parts)))}
+        return told
+
+    def pieces(self) -> Iterator[Any]:
+        """The body in pieces that are sent whole: of a long buffer the rest would be copied after each packet."""
+        for part in self.parts or ():
+            view = memoryview(part)
+            for at in range(0, len(view), PIECE):
+                yield view[at : at + PIECE]
+
+    @property
+    def content(self) -> Any:
+        """For httpx.Client."""
+        return None if self.parts is None else self.pieces() if len(self.parts) > 1 else bytes(self.parts[0])
+
+    @property
+    def async_content(self) -> Any:
+        """For httpx.AsyncClient."""
+
+        async def pieces() -> AsyncIterator[Any]:
+            for piece in self.pieces():
+                yield piece
+
+        return None if self.parts is None else pieces() if len(self.parts) > 1 else bytes(self.parts[0])
 
 
 def post(verb: str, document: Mapping[str, Any], wait_s: float, read: Callable[[Any], Any] = lambda d: d) -> Call:
     kind, parts = wire.pack(document)
-    return Call("POST", f"/api/{verb}", kind, b"".join(parts), wait_s + ANSWER_S, read=read)
+    if sum(map(len, parts)) <= PIECE:
+        parts = [b"".join(parts)]
+    return Call("POST", f"/api/{verb}", kind, parts, wait_s + ANSWER_S, read=read)
 
 
 def prompt_of(prompt: Prompt | str | Sequence[Any] | np.ndarray | Mapping[str, Any]) -> dict[str, Any]:

@@ -83,8 +83,11 @@ def offered(verbs: Verbs, tenants: Tenants, listening: Listening) -> Iterator[st
 
 def _bound(host: str, port: int) -> socket.socket:
     try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
+        found = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)  # asyncio answers without delay only where TCP is named
     except (OSError, OverflowError) as error:
         raise PlatformError(f"cannot listen on {host!r}: {error}; give another --host") from error
     try:

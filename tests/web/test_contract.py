@@ -114,6 +114,27 @@ def test_trajectories_arrive_as_they_were(client, fake):
     assert (first.version, first.finished, second.finished, second.response_mask) == (2, True, False, None)
 
 
+def test_large_arrays_cross_in_pieces(client, fake):
+    client.init_engines()
+    client.put_prompts_data(["ab"])
+    batch = client.get_experience_data("reward", ["response_ids"])
+    sent = [np.arange(700_000, dtype=np.float32), np.arange(3, dtype=np.float32)]
+    told = {}
+
+    async def put_experience_data(tenant, claim, rows, columns):
+        told.update(columns)
+        return {"written": len(rows)}
+
+    async def get_experience_data(*_):
+        return Experience(1, batch.rows, batch.groups, batch.members, told)
+
+    fake.put_experience_data, fake.get_experience_data = put_experience_data, get_experience_data
+    client.put_experience_data(batch.claim, batch.rows, {"values": sent})
+    got = client.get_experience_data("reward", ["values"]).columns["values"]
+    for values in (told["values"], got):
+        assert [row.tobytes() for row in values] == [row.tobytes() for row in sent]
+
+
 def test_nothing_in_time_is_an_empty_claim(client):
     client.init_engines()
     batch = client.get_experience_data(timeout_s=0.05)

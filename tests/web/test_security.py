@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from mindspeed_asyncflow.errors import ConfigError, PlatformError, ServiceError
+from mindspeed_asyncflow.web import server
 from mindspeed_asyncflow.web.client import Client
 from mindspeed_asyncflow.web.limits import Limits
 from mindspeed_asyncflow.web.security import OWNER, Tenants, is_loopback, owner_token, read_tenants
@@ -31,14 +32,24 @@ def url():
 
 
 def raw(url, text, then=b"", pause_s=0.0):
-    """The answer to bytes as they are."""
+    """The answer to bytes as they are, after which the server closes."""
     host, port = url.partition("//")[2].split(":")
     with socket.create_connection((host, int(port)), timeout=10) as sock:
         sock.sendall(text)
         time.sleep(pause_s)
         if then:
             sock.sendall(then)
-        return sock.recv(1 << 16).decode("latin-1")
+        answer = b""
+        while part := _received(sock):
+            answer += part
+        return answer.decode("latin-1")
+
+
+def _received(sock):
+    try:
+        return sock.recv(1 << 16)
+    except ConnectionResetError:  # what was not read of the request lies there still
+        return b""
 
 
 @pytest.mark.parametrize(
@@ -199,6 +210,13 @@ def test_a_port_that_is_taken_is_named():
         port = other.getsockname()[1]
         with pytest.raises(PlatformError, match=f"port {port}.*--port"):
             offered(FakeVerbs(), Tenants(None), Listening(port=port)).__enter__()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_the_socket_names_tcp(host):
+    """asyncio sends at once on such sockets only; on others an answer waits until the client acknowledges its head."""
+    with server._bound(host, 0) as bound:
+        assert bound.proto == socket.IPPROTO_TCP
 
 
 def test_a_new_token_is_written_for_its_owner_only_and_found_again(tmp_path):
