@@ -16,9 +16,10 @@ from mindspeed_asyncflow.service.completing import request_of
 from mindspeed_asyncflow.service.crossing import carried
 from mindspeed_asyncflow.service.pool import Pool
 from mindspeed_asyncflow.service.verbs import CompletionRequest
-from mindspeed_asyncflow.workflow.completing import Completing
 from mindspeed_asyncflow.workflow.turns import NoTurns, Turns
-from tests.workflow.partial_engine import BASE, CountingBackend, draw, manifest, natural_length
+from mindspeed_asyncflow.workflow.weight_sync import NOTHING
+from mindspeed_asyncflow.workflow.workers import RolloutWorker
+from tests.workflow.partial_engine import BASE, QUIET, CountingBackend, draw, manifest, natural_length
 
 LONGEST = 40
 SEED = 16  # an answer of 17 tokens
@@ -31,9 +32,11 @@ class Replica:
         self.backend = CountingBackend()
         self.backend.permits = permits
         self.engine = SteppedEngine("r", lambda: self.backend, start_timeout_s=5.0, command_timeout_s=5.0)
-        self.completing = Completing(self.engine, "r")
+        self.worker = RolloutWorker(
+            self.engine, None, SamplingSpec(1), name="r", seed=0, commit_groups=1, timeout_s=5.0, tracer=QUIET
+        )
+        self.completing = self.worker.completing
         self.dead = asyncio.Event()
-        self.moves = []
 
     def __getattr__(self, method):
         async def call(*args):
@@ -48,13 +51,13 @@ class Replica:
         return call if "." in method else super().__getattribute__(method)
 
     async def rouse(self):
-        self.moves.append("rouse")
+        await asyncio.to_thread(self.worker.rouse)
 
     async def rest(self):
-        self.moves.append("rest")
+        await asyncio.to_thread(self.worker.rest)
 
     async def stop(self):
-        return 0
+        return await asyncio.to_thread(self.worker.stop)
 
 
 class Sync:
@@ -69,16 +72,19 @@ class Sync:
     def is_behind(self, index):
         return self.served[index] < self.newest
 
+    def emptied(self, index):
+        self.served[index] = NOTHING
+
     async def bring_up(self, index):
         async with self.locks[index]:
-            await asyncio.to_thread(self.replicas[index].engine.update, manifest(self.newest))
+            await asyncio.to_thread(self.replicas[index].worker.load, manifest(self.newest))
             self.served[index] = self.newest
 
 
 class Serving:
-    def __init__(self, *replicas, turns=None, max_running=16):
+    def __init__(self, *replicas, max_running=16):
         self.config = SimpleNamespace(rollout=SimpleNamespace(max_running=max_running))
-        self.sync, self.turns = Sync(replicas), turns or NoTurns()
+        self.sync, self.turns = Sync(replicas), NoTurns()
         self.recorder = SimpleNamespace(busy=lambda side: contextlib.nullcontext())
         spawn = asyncio.ensure_future
         self.run = SimpleNamespace(over=False, job=SimpleNamespace(spawn=spawn))
@@ -243,7 +249,8 @@ def test_answers_that_an_engine_ends_go_on_and_an_engine_that_only_fails_is_told
     run(check())
 
 
-def test_the_trainer_gets_its_device_back_at_once_and_the_answer_goes_on_in_the_next_turn():
+@pytest.mark.parametrize("lent", [False, True])
+def test_the_trainer_gets_its_device_back_at_once_and_the_answer_goes_on_in_the_next_turn(lent):
     async def check():
         replica, trainer = Replica(permits=6), SimpleNamespace(moves=[])
 
@@ -252,19 +259,24 @@ def test_the_trainer_gets_its_device_back_at_once_and_the_answer_goes_on_in_the_
 
         async def take_back():
             trainer.moves.append("take_back")
+            assert replica.engine.state == "SLEEPING"
 
         trainer.give, trainer.take_back = give, take_back
-        turns = Turns([trainer], {0: replica}, interrupt=False, emptied=lambda index: None)
-        pool = Serving(replica, turns=turns).pool()
-        answers = pool.answers([request()], 10)
+        await replica.rest()
+        serving = Serving(replica)
+        serving.turns = Turns([trainer], {0: replica}, interrupt=lent, emptied=serving.sync.emptied)
+        serving.sync.emptied(0)
+        answers = serving.pool().answers([request()], 10)
         parts = [await anext(answers)]
-        async with turns.training():
+        while len(tokens(parts)) < 6:
+            parts.append(await anext(answers))
+        async with serving.turns.training():
             assert not replica.backend.rows and trainer.moves == ["give", "take_back"]
-            replica.backend.permits = None
+            replica.backend.permits, serving.sync.newest = None, 1
             await asyncio.sleep(0.3)
-            assert not replica.backend.rows
+            assert not replica.backend.rows and replica.engine.state == "SLEEPING"
         parts += await collect(answers)
-        assert tokens(parts) == expected(SEED) and trainer.moves == ["give", "take_back", "give"]
+        assert tokens(parts) == expected(SEED, [0] * 6 + [1] * 11) and trainer.moves == ["give", "take_back", "give"]
 
     run(check())
 
