@@ -154,7 +154,9 @@ async def _lines(pull: _Pull, until: float) -> AsyncIterator[bytes]:
             else:
                 yield b"\n"
     except Exception as error:  # boundary: the headers are gone, so the fault is told in the stream
-        yield wire.to_json(error_body(as_service_error(error), "")) + b"\n"
+        known = as_service_error(error)
+        told = error_body(known, "")["error"] | {"status": known.status}
+        yield wire.to_json({"error": told}) + b"\n"
     finally:
         await pull.close()
 

@@ -132,7 +132,7 @@ class Client(_Methods):
                     progress(last)
         except TimedOut:
             raise DeadlineExceeded(_not_ready(timeout_s, last)) from None
-        return last
+        return _ready(last)
 
     def metrics(self, since: int = 0) -> Iterator[dict[str, Any]]:
         """The record of every step from `since` on, as they come, until the run ends; broken connections are made
@@ -218,7 +218,7 @@ class AsyncClient(_Methods):
                     progress(last)
         except TimedOut:
             raise DeadlineExceeded(_not_ready(timeout_s, last)) from None
-        return last
+        return _ready(last)
 
     async def metrics(self, since: int = 0) -> AsyncIterator[dict[str, Any]]:
         """As `Client.metrics`."""
@@ -300,6 +300,12 @@ def _metrics(since: int) -> Call:
 
 def _not_ready(timeout_s: float, last: Mapping[str, Any]) -> str:
     return f"the run was not ready in {timeout_s:g} s; it was at: {last.get('phase', 'its start')}"
+
+
+def _ready(last: dict[str, Any]) -> dict[str, Any]:
+    if not last.get("ready"):
+        raise ServiceError(409, "ended", f"the run is not ready: it is {last.get('state', 'unknown')}")
+    return last
 
 
 def _meant(call: Call, response: httpx.Response, content: bytes) -> Any:

@@ -138,7 +138,8 @@ def line_of(line: str) -> Any:
         return None
     told = json.loads(line)
     if "error" in told and set(told) == {"error"}:
-        raise ServiceError(500, str(told["error"]["code"]), str(told["error"]["message"]))
+        error = told["error"]
+        raise ServiceError(int(error.get("status", 500)), str(error["code"]), str(error["message"]))
     if told == {"end": True}:
         raise Ended
     if told == {"timeout": True}:

@@ -135,6 +135,44 @@ def test_large_arrays_cross_in_pieces(client, fake):
         assert [row.tobytes() for row in values] == [row.tobytes() for row in sent]
 
 
+def test_a_failure_within_a_stream_keeps_its_status(client, fake):
+    async def init_engines(tenant, overrides):
+        yield {"phase": "loading"}
+        await asyncio.sleep(0.05)
+        raise ServiceError(422, "settings", "the model does not fit")
+
+    fake.init_engines = init_engines
+    with pytest.raises(ServiceError, match="does not fit") as refused:
+        client.init_engines()
+    assert (refused.value.status, refused.value.code) == (422, "settings")
+
+
+def test_a_run_that_has_ended_is_not_ready(client, fake):
+    async def init_engines(tenant, overrides):
+        yield {"ready": False, "state": "ended"}
+
+    fake.init_engines = init_engines
+    with pytest.raises(ServiceError, match="it is ended"):
+        client.init_engines()
+
+
+def test_a_broken_stream_of_metrics_goes_on_where_it_was(url, fake, monkeypatch):
+    monkeypatch.setattr("mindspeed_asyncflow.web.client.PAUSES_S", (0.01,) * 3)
+    asked = []
+
+    async def metrics(tenant, since):
+        asked.append(since)
+        yield {"step": since}
+        if since < 2:
+            raise asyncio.CancelledError  # as when the server goes away: no last line
+        yield {"step": since + 1}
+
+    fake.metrics = metrics
+    with Client(url, TOKENS[OWNER]) as client:
+        assert [record["step"] for record in client.metrics()] == [0, 1, 2, 3]
+    assert asked == [0, 1, 2]
+
+
 def test_nothing_in_time_is_an_empty_claim(client):
     client.init_engines()
     batch = client.get_experience_data(timeout_s=0.05)
