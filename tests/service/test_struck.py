@@ -211,7 +211,7 @@ def test_a_run_goes_on_after_rays_head_and_in_a_new_folder_and_is_struck_at_its_
 
 
 def test_an_error_in_step_2_ends_the_run_with_its_words_and_the_same_job_starts_again(tmp_path):
-    """B97: after an absurd first step the gradient is not finite."""
+    """B97: after an absurd first step the weights are not finite, and whoever sees that first says so."""
     absurd = ["trainer.lr=1e30", "trainer.lr_warmup_steps=0", "trainer.max_bad_steps=1", "trainer.save_every=1"]
     for name in ("first", "second"):
         run = Run(tmp_path / name, DEFAULT, *absurd)
