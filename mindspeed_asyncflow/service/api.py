@@ -141,7 +141,11 @@ class RunApi:
         if loop is None:
             work.close()
             raise ServiceError(409, "ended", "the run has ended")
-        asked = asyncio.run_coroutine_threadsafe(work, loop)
+        try:
+            asked = asyncio.run_coroutine_threadsafe(work, loop)
+        except RuntimeError:  # its loop was closed in this moment
+            work.close()
+            raise ServiceError(409, "ended", "the run has ended") from None
         waiting = asyncio.wrap_future(asked)
         try:
             with outside.presence.calling() if tenant == self.owner else contextlib.nullcontext():

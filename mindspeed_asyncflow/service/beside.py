@@ -40,10 +40,11 @@ async def status(outside: Outside) -> Mapping[str, Any]:
         "open_groups": book.count(),
         "samples": {"issued": window.issued, "trained": window.trained, "dropped": dict(window.dropped)},
         "waiting_for_rewards": 0 if rewards is None else rewards.waiting,
-        "completions": outside.completing().pool.describe(),
         "silent_s": round(outside.presence.silent_s, 3),
         "stopping": outside.stopping,
     }
+    if outside.loop is not None:
+        found["completions"] = outside.completing().pool.describe()
     if prompts is not None:
         found["prompts"] = {"accepted": len(prompts.issues), "queued": prompts.queued, "last": prompts.last}
     return found

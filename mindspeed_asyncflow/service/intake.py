@@ -84,10 +84,10 @@ class ClientPrompts:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    async def ready(self) -> None:
-        """Wait until there is a whole batch, or what there is will not grow."""
-        while not (self.queued >= self.batch or self.last or self.closed):
-            await self._wait(self.changed, f"{self.batch} prompts for the next batch ({self.queued} are there)")
+    async def ready(self, count: int) -> None:
+        """Wait until `count` prompts are there, or what there is will not grow."""
+        while not (self.queued >= count or self.last or self.closed):
+            await self._wait(self.changed, f"{count} prompts for the next batch ({self.queued} are there)")
 
     async def room(self, count: int, most: int) -> None:
         """Wait until `count` further prompts may be queued, of `most`."""

@@ -17,6 +17,7 @@ from mindspeed_asyncflow.service.verbs import Verbs
 
 OWNER = "owner"
 LOOK_S = 0.2
+REFUSED_S = 3.0  # in which whoever asked for a run that cannot begin hears why
 
 
 def serve(
@@ -52,16 +53,16 @@ def _run(api: RunApi, run_folder: Path | None, warnings: Iterable[str], resume: 
         code = launch.train(api.config, run_folder, warnings, resume, api.driven)
     except AsyncFlowError as error:  # before the run has begun: its folder, a checkpoint
         api.refused = str(error)
-        _linger(api)
+        _linger(api, min(api.config.service.linger_s, REFUSED_S))
         raise
-    _linger(api)
+    _linger(api, api.config.service.linger_s)
     return code
 
 
-def _linger(api: RunApi) -> None:
+def _linger(api: RunApi, limit_s: float) -> None:
     """Who has not heard of the end yet may still ask. A signal ends it."""
     _listen()
-    until = time.monotonic() + api.config.service.linger_s
+    until = time.monotonic() + limit_s
     with contextlib.suppress(KeyboardInterrupt):
         while not api.stopped.is_set() and time.monotonic() < until:
             api.stopped.wait(LOOK_S)

@@ -19,14 +19,14 @@ LOOK_AGAIN_S = 1.0  # what leaves dock and book in this very moment is in neithe
 
 
 class Feeder:
-    """`batches()` gives the prompts of one batch, None at the end of the data; `ready()`, where prompts come from
-    outside, waits until it can."""
+    """`batches()` gives the prompts of one batch, None at the end of the data; `ready(count)`, where prompts
+    come from outside, waits until so many are there or no more will come."""
 
     def __init__(
         self,
         job: Job,
         batches: Callable[[], Sequence[Issue] | None],
-        ready: Callable[[], Awaitable[None]] | None = None,
+        ready: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         self.job, self.batches, self.ready = job, batches, ready
         self._left: list[Issue] = []  # taken from the data and not issued yet
@@ -48,8 +48,10 @@ class Feeder:
         job.book.end()
 
     async def _wait(self) -> None:
-        if self.ready is not None and not self._left:
-            await self.ready()
+        """Until a whole batch is there. A step does not wait for prompts in place of dropped ones: whoever gives them
+        may wait for the step."""
+        if self.ready is not None and (lacks := self._size() - len(self._left)) > 0:
+            await self.ready(lacks)
 
     def _size(self) -> int:
         """Groups of the next batch: what earlier steps left over is not issued again."""
@@ -139,8 +141,6 @@ class Feeder:
     async def refill(self, step: int) -> bool:
         """Prompts in place of groups that `step` has lost without training them; False: none."""
         missing = self.missing(step)
-        if missing:
-            await self._wait()
         issues = self._take_some(missing)
         if not issues:
             if missing:

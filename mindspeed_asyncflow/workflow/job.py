@@ -45,7 +45,7 @@ class Crew:
 class Hooks:
     """Where the loops of a run that is driven from outside wait for somebody there; None: they do not."""
 
-    ready: Callable[[], Awaitable[None]] | None = None  # until the next batch of prompts is there
+    ready: Callable[[int], Awaitable[None]] | None = None  # until so many prompts are there
     permitted: Callable[[int], Awaitable[None]] | None = None  # until replicas may have this version
 
 

@@ -316,7 +316,9 @@ class StepRecorder:
     def data_short(self, step: int) -> None:
         """Groups that `step` lost cannot be replaced: there are no prompts any more."""
         if not self.note:
-            self._note(f"the data ended: from step {step + 1} on dropped groups were not replaced (data.epochs)")
+            by_client = self.config.service.prompts == "client"
+            why, key = ("the client had no prompts waiting", "") if by_client else ("the data ended", " (data.epochs)")
+            self._note(f"{why}: from step {step + 1} on dropped groups were not replaced{key}")
 
     def _note(self, said: str) -> None:
         """Something about the data that the summary says too."""

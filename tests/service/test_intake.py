@@ -48,7 +48,7 @@ def test_prompts_are_given_out_once_in_their_order_and_the_last_batch_may_be_sho
         stream = prompts(tmp_path)
         assert stream.add(issues(3), last=False) == 0
         assert stream.add(issues(3), last=True) == 3
-        await stream.ready()
+        await stream.ready(4)
         return taken(stream), stream.exhausted
 
     assert asyncio.run(main()) == ([[0, 1, 2, 3], [4, 5]], True)
@@ -103,7 +103,7 @@ def test_nothing_is_given_out_once_the_run_is_being_stopped(tmp_path):
         stream = prompts(tmp_path)
         stream.add(issues(4), last=False)
         stream.close()
-        await stream.ready()
+        await stream.ready(8)
         return next(stream, None), stream.queued
 
     assert asyncio.run(main()) == (None, 4)

@@ -177,3 +177,18 @@ def test_what_is_asked_for_between_steps_comes_once_whether_the_run_waits_or_tra
 
     drive(tmp_path, config(max_lag=max_lag), feed, train=FakeTrain(delay_s=0.005))
     assert [step for step, _ in done] == [version for _, version in done] and len(done) == 3
+
+
+def test_a_step_goes_short_rather_than_wait_for_prompts_of_a_client_who_waits_for_the_step(tmp_path):
+    """Dynamic sampling drops the groups whose rewards are all equal, here all."""
+
+    async def feed(run, stream):
+        stream.add([issue(number) for number in range(6)], last=False)
+        while run.window.version < 1:
+            await asyncio.sleep(0.001)
+        assert run.window.dropped["zero_variance"] == 12 and stream.queued == 0
+        stream.add([issue(number) for number in range(6, 10)], last=True)
+
+    out = drive(tmp_path, config(algorithm={"dynamic_sampling": True}), feed)
+    assert "the client had no prompts waiting" in out.recorder.note
+    assert out.run.window.issued == 20 and out.run.window.open == 0
