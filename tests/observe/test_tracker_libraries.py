@@ -95,3 +95,22 @@ def test_all_at_once_offline_and_continued_under_the_same_ids(tmp_path):
     points = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
     assert sorted((p["index"], p["data"]) for p in points if p["data"] != 1e-4) == again
     assert list(folder.tensorboard.iterdir())
+
+
+@pytest.mark.nightly
+def test_online_without_a_login_is_said_once_and_kept_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "SWANLAB_API_KEY", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    folder = RunFolder.create(tmp_path, "t", "")
+    chosen = {"trackers": SERVICES, "trackers_python": str(PYTHON), "trackers_wait_s": 240, "online": True}
+    warnings: list[str] = []
+    setup_logging("driver", None, write=warnings.append, level="WARNING")
+    try:
+        track(folder, parse_config(json.dumps({"observe": chosen})), range(2))
+    finally:
+        close_logging()
+    assert sorted(warning.split()[1] for warning in warnings) == ["mlflow:", "swanlab:", "wandb:"]
+    assert all("written into the run folder, since" in warning for warning in warnings)
+    for place in ("mlruns/*/*/metrics/reward/mean", "wandb/offline-run-*/run-*.wandb", "swanlab/run-*/logs/*/*.log"):
+        assert list(folder.path.glob(place)), place

@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +23,7 @@ from mindspeed_asyncflow.observe.writers import MetricsWriter
 FAKE = """
 import json, sys, time
 told = json.loads(sys.stdin.readline())
-print(json.dumps({"id": told["id"] or "made-here", "place": "somewhere"}), flush=True)
+print(json.dumps({"id": told["id"] or "made-here", "place": "somewhere", "warning": told["project"][1:]}), flush=True)
 with open(told["folder"] + "/got.jsonl", "a") as file:
     for line in sys.stdin:
         file.write(line)
@@ -154,6 +157,38 @@ def test_a_helper_gets_every_step_without_what_is_not_finite(folder):
     assert got == [{"step": s, "at": 1000.5, "metrics": {"reward/mean": s / 10}} for s in range(50)]
 
 
+def test_a_service_may_say_something_at_its_start(folder, warnings):
+    told = Introduction("wandb", str(folder.path), "pwritten offline, since nobody is logged in", "t", {}, online=True)
+    tracker = Helper(told, folder.trackers, python(folder, FAKE))
+    tracker.finish()
+    tracker.close(soon())
+    assert warnings == ["warning: wandb: written offline, since nobody is logged in"]
+
+
+def test_a_library_that_asks_for_a_login_gets_none_of_the_lines(tmp_path):
+    code = (
+        "import sys\n"
+        "from mindspeed_asyncflow.observe.trackers import child\n"
+        "class Asks:\n"
+        "    id = place = warning = ''\n"
+        "    def __init__(self, told):\n"
+        "        try: print('who are you?', input())\n"
+        "        except EOFError: pass\n"
+        "    def write(self, step, at, metrics): open('got', 'a').write(f'{step} ')\n"
+        "    def close(self): pass\n"
+        "child.SERVICES['wandb'] = Asks\n"
+        "child.main()\n"
+    )
+    sent = json.dumps({"service": "wandb"}) + "\n" + step(0) + step(1)
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        command, input=sent, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "got").read_text() == "0 1 " and "who are you" not in done.stdout
+
+
 def test_a_run_that_goes_on_is_continued_under_its_id(folder):
     for _ in range(2):
         tracker = helper(folder)
@@ -209,7 +244,14 @@ class Recorded:
     made: list = []
 
     def __init__(self, told):
-        self.told, self.id, self.place, self.steps, self.closed = told, told["id"] or "new", "here", [], False
+        self.told, self.id, self.place, self.warning, self.steps, self.closed = (
+            told,
+            told["id"] or "new",
+            "here",
+            "",
+            [],
+            False,
+        )
         Recorded.made.append(self)
 
     def write(self, step, at, metrics):
@@ -238,7 +280,7 @@ def step(number, value=0.5):
 
 def test_inside_a_helper_steps_reach_the_library_until_the_pipe_ends(monkeypatch):
     code, answers = serve(monkeypatch, step(0) + step(1) + step(2)[:-5])  # the driver died in the middle of a line
-    assert (code, answers) == (0, [{"id": "new", "place": "here"}])
+    assert (code, answers) == (0, [{"id": "new", "place": "here", "warning": ""}])
     assert Recorded.made[-1].steps == [(0, 1.0, {"reward/mean": 0.5}), (1, 1.0, {"reward/mean": 0.5})]
     assert Recorded.made[-1].closed
 

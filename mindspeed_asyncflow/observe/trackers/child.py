@@ -15,9 +15,11 @@ from mindspeed_asyncflow.observe.trackers.services import SERVICES, Service
 def main() -> None:
     """Until the pipe from the driver ends, be it that it is dead."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no answer
-    sys.exit(serve(sys.stdin, answers))
+    lines, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    with open(os.devnull, "rb") as nothing:  # a library that asks for a login gets no line of ours,
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)  # and what it prints is no answer
+    sys.exit(serve(lines, answers))
 
 
 def serve(lines: IO[str], answers: IO[str]) -> int:
@@ -31,7 +33,7 @@ def serve(lines: IO[str], answers: IO[str]) -> int:
     try:
         told = json.loads(lines.readline())
         service: Service = SERVICES[told["service"]](told)
-        say(id=service.id, place=service.place)
+        say(id=service.id, place=service.place, warning=service.warning)
         for line in lines:
             if not line.endswith("\n"):  # the driver died while it wrote
                 break

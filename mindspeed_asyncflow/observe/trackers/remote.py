@@ -1,7 +1,8 @@
 """A helper process that hands metrics to a library for tracking: nothing that happens in it can disturb the run.
 
 Both sides speak JSON lines. To the helper: the introduction, then one line for each step, then the end of the pipe.
-From it: `id` once the service has the run, and `failed` with a reason. What the library prints goes to a file.
+From it: `id` once the service has the run, with `place` (where a user finds it) and `warning` (mostly empty); `failed`
+with a reason. What the library prints goes to a file.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ LAST_WORDS_S = 5.0  # what a process that is gone has said is read by then
 # The helper's Python may be another one, which has this package from us and everything else of its own.
 _START = "import sys; sys.path.append(sys.argv[1]); from mindspeed_asyncflow.observe.trackers.child import main; main()"
 _ROOT = Path(__file__).parents[3]
+# Nothing but metrics and settings is sent, and nothing at all unless observe.online is true.
+_QUIET = ("env", "WANDB_ERROR_REPORTING=false", "MLFLOW_DISABLE_TELEMETRY=true", "DO_NOT_TRACK=true")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Helper(Tracker):
 
     def __init__(self, told: Introduction, ids: Path, python: str | None = None) -> None:
         """`ids`: file with the run's id at each service, by which a run that goes on is continued there. `python`: with
-        the service's library; default: this one. Raises OSError where it cannot be started."""
+        the service's library; default: this one."""
         self._told, self._ids = told, ids
         self._failed = ""
         self._lines: queue.Queue[str | None] = queue.Queue(MOST_WAITING)
@@ -57,7 +60,7 @@ class Helper(Tracker):
         log.mkdir(exist_ok=True)
         with open(log / f"{told.service}.log", "ab") as said:
             self._process = subprocess.Popen(
-                [python or sys.executable, "-c", _START, str(_ROOT)],
+                [*_QUIET, python or sys.executable, "-c", _START, str(_ROOT)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=said,
@@ -124,6 +127,8 @@ class Helper(Tracker):
             if "id" in said:
                 write_id(self._ids, self._told.service, said["id"])
                 get_logger("trackers").info("%s: %s", self._told.service, said["place"])
+                if said["warning"]:
+                    get_logger("trackers").warning("%s: %s", self._told.service, said["warning"])
             elif "failed" in said:
                 self._failed = f"{said['failed']}; see {self._log}"
         if not self._failed and self._process.wait() != 0:

@@ -18,6 +18,7 @@ MOST_PARAMETER = 500  # characters of a parameter that every MLflow store takes
 class Service(Protocol):
     id: str  # of the run, at the service
     place: str  # where a user finds it, in words
+    warning: str  # what a user should know at the start; mostly empty
 
     def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None: ...
 
@@ -44,11 +45,11 @@ class Wandb:
                 ),
             )
 
-        self._run = begin("online" if told["online"] else "offline")
+        self._run, online, self.warning = online_or_not(told["online"], lambda on: begin("online" if on else "offline"))
         self._run.define_metric("step")  # W&B's own count of steps only grows
         self._run.define_metric("*", step_metric="step")
         self.id = str(self._run.id)
-        self.place = str(self._run.url) if told["online"] else f"wandb sync {Path(self._run.dir).parent}"
+        self.place = str(self._run.url) if online else f"wandb sync {Path(self._run.dir).parent}"
 
     def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
@@ -64,19 +65,22 @@ class SwanLab:
         self._swanlab = swanlab
         folder = Path(told["folder"]) / "swanlab"
         # Its local dashboard is a package of its own; without it the same files are written, to be sent later.
-        board = importlib.util.find_spec("swanboard") is not None
-        mode = "online" if told["online"] else "local" if board else "offline"
+        here = "local" if importlib.util.find_spec("swanboard") is not None else "offline"
         self.id = told["id"] or uuid.uuid4().hex[:8]
-        swanlab.init(
-            project=told["project"],
-            name=told["run"],
-            id=self.id,
-            resume="allow",
-            log_dir=str(folder),
-            mode=mode,
-            config=dict(told["settings"]),
-        )
-        self.place = {"online": "online", "local": f"swanlab watch {folder}"}.get(mode, f"swanlab sync {folder}/run-*")
+
+        def begin(online: bool) -> Any:
+            return swanlab.init(
+                project=told["project"],
+                name=told["run"],
+                id=self.id,
+                resume="allow",
+                log_dir=str(folder),
+                mode="online" if online else here,
+                config=dict(told["settings"]),
+            )
+
+        _, online, self.warning = online_or_not(told["online"], begin)
+        self.place = "online" if online else f"swanlab {'watch' if here == 'local' else 'sync'} {folder}"
 
     def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
         self._swanlab.log(dict(metrics), step=step)
@@ -91,15 +95,14 @@ class MLflow:
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
-        self._metric = Metric
-        uri = None
-        if not told["online"]:
+        self._metric, self.warning, uri = Metric, "", None
+        if told["online"] and not mlflow.is_tracking_uri_set():
+            self.warning = "written into the run folder, since MLFLOW_TRACKING_URI names no server"
+        if not told["online"] or self.warning:
             from mlflow.environment_variables import MLFLOW_ALLOW_FILE_STORE
 
             MLFLOW_ALLOW_FILE_STORE.set(True)
             uri = (Path(told["folder"]).absolute() / "mlruns").as_uri()
-        elif not mlflow.is_tracking_uri_set():
-            raise RuntimeError("observe.online needs the address of a server in MLFLOW_TRACKING_URI")
         self._client = MlflowClient(tracking_uri=uri)
         if told["id"]:
             self._client.update_run(told["id"], status="RUNNING")
@@ -120,6 +123,16 @@ class MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self.id)
+
+
+def online_or_not(wanted: bool, begin: Callable[[bool], Any]) -> tuple[Any, bool, str]:
+    """What `begin` gives, whether that is online, and a warning. Without login or connection all is kept here."""
+    if not wanted:
+        return begin(False), False, ""
+    try:
+        return begin(True), True, ""
+    except Exception as error:  # each library has errors of its own
+        return begin(False), False, f"written into the run folder, since {' '.join(str(error).split())[:200]}"
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
