@@ -94,10 +94,11 @@ async def first(api):
     saw["bobs_rows"] = (await api.get_experience_data("bob", "rollout", ["truth"], 1, 5.0)).columns["truth"]
     groups = list(as_trajectories(claim, version=0))
     saw["trajectories"] = await api.put_trajectories(ME, groups)
-    await api.put_prompts_data(ME, prompts(8 - len(groups), 4), False)
+    await api.put_prompts_data(ME, prompts(4 - len(groups), 4), False)
     await scored(api, 4 - len(groups))
     await version_made(api, 2)
     await api.weight_sync_notify(ME, None, 60.0)
+    await api.put_prompts_data(ME, prompts(4, 8), False)
     saw["status"] = await api.status(ME)
     saw["stopped"] = await api.stop(ME, True)
     return saw
