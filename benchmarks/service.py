@@ -62,16 +62,17 @@ def _measured(url, tokens, server, out, steps, requests, rounds) -> dict:
         client.init_engines({"trainer.steps": steps}, timeout_s=RUN_S, progress=lambda p: print(f"  {p}", flush=True))
         spoiled = parts.Spoiled(url, tokens["owner"], tokens["intruder"], requests)
         thread = threading.Thread(target=spoiled.send)
-        found: Driven | None = None
-        thread.start()
-        try:
-            found = drive(url, tokens["owner"], client, steps)
-        finally:
+        rates: list[float] = []
+
+        def transfers() -> None:
             thread.join(RUN_S)
+            with Client(url, tokens["guest"]) as guest:
+                rates.append(parts.over_http(guest, rounds))
+            rates.append(parts.direct(out / "run", rounds))
+
+        thread.start()
+        found = drive(url, tokens["owner"], client, steps, transfers)
         print(f"{spoiled.tried} spoiled requests: {dict(sorted(spoiled.statuses.items()))}", flush=True)
-        with Client(url, tokens["guest"]) as guest:
-            over_http = parts.over_http(guest, rounds)
-        direct = parts.direct(out / "run", rounds)
         summary = client.stop()
         code = server.wait(120.0)
     # Raises where the audit finds something.
@@ -81,7 +82,7 @@ def _measured(url, tokens, server, out, steps, requests, rounds) -> dict:
     print(f"audit passed in {audit_s:.1f} s; exit code {code}; {json.dumps(summary, default=str)[:300]}", flush=True)
     rows = steps * SETTINGS["workflow.groups_per_step"] * found.size
     whole = code == 0 and (found.steps, found.rows) == (steps, rows)
-    return figures(found, whole, spoiled, (over_http, direct), overhead_us)
+    return figures(found, whole, spoiled, (rates[0], rates[1]), overhead_us)
 
 
 def figures(found: Driven, whole: bool, spoiled: parts.Spoiled, rates: tuple[float, float], overhead_us: float) -> dict:

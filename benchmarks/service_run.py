@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
@@ -30,9 +31,9 @@ def reward(answer: str, truth: str) -> float:
     return sum(a == t for a, t in zip(answer, truth)) / len(truth) + float(answer == truth)
 
 
-def drive(url: str, token: str, client: Client, steps: int) -> Driven:
+def drive(url: str, token: str, client: Client, steps: int, midway: Callable[[], None]) -> Driven:
     """`client` has begun the run. Half-way there are an evaluation, a checkpoint, an export, and one group of the
-    replicas' own completions as trajectories."""
+    replicas' own completions as trajectories; and `midway` is called, while the run waits for rewards."""
     began, draw, found = time.perf_counter(), random.Random(0), Driven()
     facts = client.init_engines({"trainer.steps": steps})  # again: tells what the run is like
     groups, ahead, found.size = facts["groups_per_step"], facts["max_lag"], facts["group_size"]
@@ -59,6 +60,7 @@ def drive(url: str, token: str, client: Client, steps: int) -> Driven:
             client.weight_sync_notify(step - ahead, timeout_s=300.0)
             for what in (client.evaluate, client.checkpoint, client.export, client.status):
                 print(f"  {what.__name__}: {str(what())[:200]}", flush=True)
+            midway()
     listening.join(600.0)
     found.steps, found.rows = len(records), len(seen)
     quarter = max(1, len(seen) // 4)
