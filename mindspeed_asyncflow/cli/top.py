@@ -131,6 +131,10 @@ def table(view: View) -> Any:
     parts: list[Any] = [Text.assemble(("█" * full, "green"), ("░" * (60 - full), "dim"))]
     if view.words:
         parts.append(Text(view.words, style=COLORS.get(view.state, "")))
+    if view.bottleneck:  # above what a low terminal cuts off
+        parts.append(Text(view.bottleneck, style="bold yellow"))
+    if len(view.rewards) > 1:
+        parts.append(Text.assemble(("reward  ", "dim"), (sparkline(view.rewards[-52:]), "green")))
     blocks = []
     for title, rows in [*view.sections, ("lag, versions", _lag_rows(view))]:
         block = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -139,10 +143,6 @@ def table(view: View) -> Any:
         if rows:
             blocks.append(block)
     parts.append(Columns(blocks, padding=(1, 4)))
-    if len(view.rewards) > 1:
-        parts.append(Text.assemble(("reward  ", "dim"), (sparkline(view.rewards[-60:]), "green")))
-    if view.bottleneck:
-        parts.append(Text(view.bottleneck, style="bold yellow"))
     heading = Text.assemble((view.name, "bold"), "  ", (_head(view), COLORS.get(view.state, "")))
     return Panel(Group(*parts), title=heading, title_align="left")
 
