@@ -30,7 +30,6 @@ from mindspeed_asyncflow.observe import checkpoints
 from mindspeed_asyncflow.observe.checkpoints import SavedFile
 from mindspeed_asyncflow.observe.log import get_logger
 from mindspeed_asyncflow.reshard.hf_folder import export_hf
-from mindspeed_asyncflow.service import wiring
 from mindspeed_asyncflow.service.starting import PARTITION, Starting
 from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.checkpoint import Held, settle
@@ -39,6 +38,7 @@ from mindspeed_asyncflow.workflow.run import Run
 from mindspeed_asyncflow.workflow.state_keeping import bring
 
 STATE, CONFIG, DOCK, HF = "state.json", "config.yaml", "dock", "hf"
+PAIR_BACK_S = 5.0  # a pair that died is mostly there again by then; the end of a run may have to wait for so long
 T = TypeVar("T")
 
 
@@ -134,7 +134,8 @@ class Saving(Starting):
 
     def _own_client(self) -> DockClient:
         """A frozen dock serves nobody else, also not the driver's other calls."""
-        return wiring.dock_client(self.spec)
+        spec, wait_s = self.spec, self.config.dock.wait_s
+        return DockClient(spec.dock_addresses, spec.dock_secret, wait_s, restart_s=PAIR_BACK_S)
 
     async def _cut_whole_dock(self, folder: Path) -> None:
         """A pair that is started again in the middle does not know that it was frozen: the cut begins anew, once."""
