@@ -19,7 +19,15 @@ import numpy as np
 from mindspeed_asyncflow.config.load import dump_resolved, parse_config
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.config.service import override_lines
-from mindspeed_asyncflow.errors import AsyncFlowError, ClaimLost, ConfigError, DeadlineExceeded, DockFull, ServiceError
+from mindspeed_asyncflow.errors import (
+    AsyncFlowError,
+    ClaimLost,
+    DeadlineExceeded,
+    DockFull,
+    ServiceError,
+    WeightSyncError,
+    WorkerLost,
+)
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.service import beside, resuming
 from mindspeed_asyncflow.service.outside import FAILED, RUNNING, STARTING, WAITING, Outside
@@ -76,7 +84,7 @@ class RunApi:
             lines = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
             changed = parse_config(dump_resolved(self.config), lines, name="settings")
             self._check(changed)
-        except (ConfigError, ValueError, TypeError) as error:
+        except (AsyncFlowError, ValueError, TypeError) as error:
             raise ServiceError(422, "settings", str(error)) from error
         return changed
 
@@ -300,6 +308,8 @@ def told(error: AsyncFlowError) -> ServiceError:
         return ServiceError(504, "timeout", str(error))
     if isinstance(error, DockFull):
         return ServiceError(507, "full", str(error))
+    if isinstance(error, WorkerLost | WeightSyncError):
+        return ServiceError(503, "recovering", str(error))
     if isinstance(error, ClaimLost):
         return ServiceError(409, "claim_lost", str(error))
     return ServiceError(422, "refused", str(error))

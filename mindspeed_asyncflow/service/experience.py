@@ -66,6 +66,8 @@ def cast(name: str, column: Any, rows: int) -> Any:
     if spec is None or spec.shared:
         known = ", ".join(n for n, c in COLUMNS.items() if not c.shared)
         raise ServiceError(422, "columns", f"{name!r:.60} is no column that can be written; these are: {known}")
+    if np.ndim(column) == 0 if isinstance(column, np.ndarray) else isinstance(column, str):
+        raise ServiceError(422, "columns", f"{name} has one value per row, in a list or an array")
     if len(column) != rows:
         raise ServiceError(422, "columns", f"{name} has {len(column)} values, and {rows} rows are named")
     depth = len(spec.shape) + (1 if spec.kind == "ragged" else 0)

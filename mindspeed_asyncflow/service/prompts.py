@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,10 @@ def encoded(prompts: Sequence[Prompt], tokenizer: Any, data: DataConfig) -> list
     """Not numbered yet. Raises `ServiceError` that names the prompt by its place in the call."""
     found: list[np.ndarray] = [np.empty(0, np.int32)] * len(prompts)
     system = data.system_prompt if data.chat else None
+    for i, prompt in enumerate(prompts):
+        talk = prompt.prompt if isinstance(prompt.prompt, list) else [{"role": "user", "content": ""}]
+        if not talk or not all(isinstance(said, Mapping) and {"role", "content"} <= said.keys() for said in talk):
+            raise ServiceError(422, "prompt", f"prompt {i} of the call: each message has a role and a content")
     texts = [(i, with_system(p.prompt, system)) for i, p in enumerate(prompts) if not isinstance(p.prompt, np.ndarray)]
     try:
         rows = encode_prompts(tokenizer, [text for _, text in texts], data.chat)
@@ -48,4 +52,4 @@ def _ids(place: int, ids: np.ndarray, vocabulary: int) -> np.ndarray:
 def _fields(prompt: Prompt, tokenizer: Any, ids: np.ndarray) -> str:
     """As those of a data set, which scorers know."""
     asked = tokenizer.decode(ids.tolist()) if isinstance(prompt.prompt, np.ndarray) else prompt.prompt
-    return json.dumps({"source": 0, "prompt": asked, **prompt.fields}, ensure_ascii=False)
+    return json.dumps({"id": "", **prompt.fields, "source": 0, "prompt": asked}, ensure_ascii=False)

@@ -16,6 +16,7 @@ from mindspeed_asyncflow.service.intake import ClientPrompts
 from mindspeed_asyncflow.service.outside import Gate
 from mindspeed_asyncflow.service.outside_rewards import OutsideRewards
 from mindspeed_asyncflow.service.presence import Presence
+from mindspeed_asyncflow.service.prompts import encoded
 from mindspeed_asyncflow.service.resuming import _data_is_used_up
 from mindspeed_asyncflow.service.trajectories import given_of
 from mindspeed_asyncflow.service.verbs import Prompt, Trajectory, TrajectoryGroup
@@ -356,3 +357,27 @@ def test_errors_of_what_is_done_between_steps_go_to_who_asked_and_the_run_goes_o
             await first
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [{"role": "user"}], ["hello"], "", "9" * 9, np.array([[1]]), np.array([-1]), np.array([1.5])]
+)
+def test_prompts_that_cannot_be_asked_are_refused_by_their_place(prompt):
+    class Bytes:
+        bos_token_id, chat_template = None, None
+
+        def __len__(self):
+            return 256
+
+        def __call__(self, texts, add_special_tokens=False):
+            return {"input_ids": [list(text.encode()) for text in texts]}
+
+        def decode(self, ids):
+            return bytes(ids).decode()
+
+    data = CONFIG.data.model_copy(update={"max_prompt_tokens": 8})
+    found = encoded([Prompt("12>", "12", {"source": 7})], Bytes(), data)[0]
+    assert json.loads(found.fields)["source"] == 0 and json.loads(found.fields)["prompt"] == "12>"
+    with pytest.raises(ServiceError, match=r"prompt 1 of the call|template") as refused:
+        encoded([Prompt("12>"), Prompt(prompt)], Bytes(), data)
+    assert refused.value.code == "prompt"
