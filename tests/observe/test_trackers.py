@@ -238,6 +238,26 @@ def test_a_helper_that_does_not_finish_in_time_is_ended(folder):
     assert slow._process.returncode == -9
 
 
+def test_a_helper_ends_by_itself_when_its_driver_is_killed(folder):
+    program = python(folder, FAKE + "open(told['folder'] + '/ended', 'w').close()\n")
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from mindspeed_asyncflow.observe.trackers.remote import Helper, Introduction\n"
+        "folder = Path(sys.argv[1])\n"
+        "told = Introduction('wandb', str(folder), 'p', 'r', {}, False)\n"
+        "helper = Helper(told, folder / 'trackers.json', sys.argv[2])\n"
+        "while not (folder / 'trackers.json').exists(): pass\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code, str(folder.path), program], env=environment, timeout=60)
+    assert done.returncode == -9
+    deadline = soon()
+    while not (folder.path / "ended").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 class Recorded:
     """A service that keeps what it gets."""
 
