@@ -70,6 +70,12 @@ class ServiceConfig(Section):
     )
 
 
+    @property
+    def by_client(self) -> list[str]:
+        """Settings by which the run waits for a client."""
+        return [f"service.{key}" for key in ("prompts", "rewards", "weight_sync") if getattr(self, key) == "client"]
+
+
 def override_lines(overrides: Mapping[str, Any]) -> Iterator[str]:
     """The keys of `overrides` that a client may not change, in words; nothing where all may be changed."""
     for key in overrides:

@@ -65,6 +65,8 @@ def train(
     found before any worker started; 130: stopped by SIGINT or SIGTERM. On
     every way out all processes of the run are ended, within 15 s, and its shared memory is removed.
     """
+    if driven is None and (waits := config.service.by_client):
+        raise ConfigError(f"{', '.join(waits)}: the run would wait for a client; start it with `asyncflow serve`")
     began = time.perf_counter()
     signal.signal(signal.SIGTERM, _stop)
     config = with_absolute_paths(config)

@@ -9,8 +9,9 @@ import pytest
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.config.service import CLIENT_KEYS, override_lines
 from mindspeed_asyncflow.data.stream import prompts_in_order
-from mindspeed_asyncflow.errors import ClientSilent, DataError, ServiceError
+from mindspeed_asyncflow.errors import ClientSilent, ConfigError, DataError, ServiceError
 from mindspeed_asyncflow.records import Completion, VersionSpan
+from mindspeed_asyncflow.service import launch
 from mindspeed_asyncflow.service.experience import cast
 from mindspeed_asyncflow.service.intake import ClientPrompts
 from mindspeed_asyncflow.service.outside import Gate
@@ -381,3 +382,10 @@ def test_prompts_that_cannot_be_asked_are_refused_by_their_place(prompt):
     with pytest.raises(ServiceError, match=r"prompt 1 of the call|template") as refused:
         encoded([Prompt("12>"), Prompt(prompt)], Bytes(), data)
     assert refused.value.code == "prompt"
+
+
+def test_a_run_that_would_wait_for_a_client_is_not_started_without_one(tmp_path):
+    config = Config.model_validate({"service": {"rewards": "client"}, "run": {"folder": str(tmp_path / "runs")}})
+    with pytest.raises(ConfigError, match=r"service\.rewards.*asyncflow serve"):
+        launch.train(config)
+    assert not (tmp_path / "runs").exists()
