@@ -46,6 +46,7 @@ def drive(url: str, token: str, client: Client, steps: int, midway: Callable[[],
         if step < steps:
             count = groups
             if step == steps // 2:
+                client.weight_sync_notify(step - ahead, timeout_s=300.0)  # older answers would be too old
                 own, scored = _trajectories(url, token, _digits(draw), found.size)
                 client.put_trajectories([own])
                 seen += scored
@@ -97,7 +98,7 @@ def _trajectories(url: str, token: str, digits: str, size: int) -> tuple[Traject
         "prompt": f"{digits}>",
         "n": size,
         "max_tokens": 5,
-        "logprobs": 1,
+        "logprobs": 0,
         "return_token_ids": True,
     }
     headers = {"authorization": f"Bearer {token}"}

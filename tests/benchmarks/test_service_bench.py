@@ -1,5 +1,6 @@
 """The benchmark of the service: what its last line says, and what it counts as an effect of a spoiled request."""
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,9 @@ import service as bench
 import service_parts as parts
 from service_run import Driven, reward
 
+from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, grpo_tasks
+from mindspeed_asyncflow.dock.server import DockServer
+from mindspeed_asyncflow.web.client import Client
 from mindspeed_asyncflow.web.security import Tenants
 from mindspeed_asyncflow.web.server import Listening, offered
 from tests.web.fakes import FakeVerbs
@@ -41,6 +45,18 @@ def test_spoiled_requests_over_sockets_are_counted_by_their_answers():
         spoiled.send()
     assert spoiled.tried == sum(spoiled.statuses.values()) > 140
     assert spoiled.errors == 0 and spoiled.effects == [] and spoiled.statuses[400] > 70
+
+
+def test_both_transfers_move_the_same_rows(monkeypatch, tmp_path):
+    monkeypatch.setattr(parts, "TOKENS", 100)
+    fake = FakeVerbs(patience_s=5.0)
+    fake.owner = "owner"
+    with offered(fake, Tenants(TOKENS), Listening(port=0)) as url, Client(url, TOKENS["intruder"]) as guest:
+        assert parts.over_http(guest, 2) > 0
+    with DockServer(GRPO_COLUMNS, grpo_tasks(False, service=True), arena_mb=8, secret="a secret") as dock:
+        told = {"addresses": [dock.address], "secret": b"a secret".hex()}
+        (tmp_path / "dock.json").write_text(json.dumps(told))
+        assert parts.direct(tmp_path, 2) > 0
 
 
 def test_a_taken_request_and_a_fault_are_seen(monkeypatch):

@@ -29,7 +29,18 @@ OWNER, GUEST = "owner", "guest"
 GROUP_SIZE, STEP_GROUPS, MAX_MODEL_LEN = 2, 3, 64
 CHANGEABLE = {"trainer.steps": int, "rollout.temperature": float}
 TASKS = ("rollout", "reward", "reference", "value", "train")
-READABLE = ("prompt_ids", "response_ids", "rollout_logprobs", "finish", "truth", "fields", "prompt", "response")
+_NEXT = {"rollout": "reward", "reward": "train"}  # of rows that are not the run's
+READABLE = (
+    "reward",
+    "prompt_ids",
+    "response_ids",
+    "rollout_logprobs",
+    "finish",
+    "truth",
+    "fields",
+    "prompt",
+    "response",
+)
 
 
 class _Store:
@@ -156,6 +167,9 @@ class FakeVerbs:
                 store.rows[row][name] = value
         del store.claims[claim]
         self.calls.append((tenant, "put_experience_data"))
+        if not run and task in _NEXT:
+            store.waiting[_NEXT[task]] += sorted({store.rows[row]["group"] for row in rows.tolist()})
+            await self._tell(store)
         if run and task == "reward":
             self.scored += len({store.rows[row]["group"] for row in rows.tolist()})
             await self._train()
