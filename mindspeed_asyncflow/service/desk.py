@@ -82,23 +82,32 @@ class Desk:
         while len(self):
             if sync.replicas[index] is not self._worker:
                 raise WorkerLost(f"rollout{index} has gone")
-            run = self._serving.run
-            if sync.is_behind(index) and not sync.locks[index].locked() and run is not None and not run.over:
-                await asyncio.wait([run.job.spawn(self._bring_up())])  # weights that are wrong end the run
+            if (loading := self._load()) is not None:
+                await asyncio.wait([loading])
             if sync.served[index] != NOTHING:
                 return True
             await asyncio.sleep(LOOK_AGAIN_S)
         return False
 
+    def _load(self) -> asyncio.Task[None] | None:
+        """Where the replica is between two batches and there is something newer, it begins to load that."""
+        run = self._serving.run
+        behind = self._sync.is_behind(self._index) and not self._sync.locks[self._index].locked()
+        return run.job.spawn(self._bring_up()) if behind and run is not None and not run.over else None
+
     async def _bring_up(self) -> None:
+        """In a task of the run, which ends with weights that are wrong."""
         with contextlib.suppress(WorkerLost):  # its loops are told by others
             await self._sync.bring_up(self._index)
 
     async def _talk(self) -> None:
         news: asyncio.Task[list[AnswerPart]] | None = None
+        loading: asyncio.Task[None] | None = None
         try:
             while len(self):
                 self._wake.clear()
+                if loading is None or loading.done():
+                    loading = self._load()
                 if not self.closed and not self._turns.is_open(self._index):
                     self._give_back()
                 await self._ask()
@@ -115,6 +124,8 @@ class Desk:
         finally:
             if news is not None:
                 news.cancel()
+            if loading is not None:  # the device may go as soon as nobody is here
+                await asyncio.wait([loading])
 
     async def _ask(self) -> None:
         if not self._inbox:

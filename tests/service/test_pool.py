@@ -178,6 +178,23 @@ def test_an_idle_replica_loads_the_newest_weights_first_and_one_in_a_batch_goes_
     run(check())
 
 
+def test_a_replica_that_only_clients_keep_busy_comes_to_new_weights_all_the_same():
+    async def check():
+        replica = Replica(permits=3)
+        serving = Serving(replica)
+        answers = serving.pool().answers([request()], 10)
+        parts = [await anext(answers)]
+        while len(tokens(parts)) < 3:
+            parts.append(await anext(answers))
+        serving.sync.newest = 1
+        await until(lambda: serving.sync.served == [1])
+        replica.backend.permits = None
+        parts += await collect(answers)
+        assert tokens(parts) == expected(SEED, [0] * 3 + [1] * 14)
+
+    run(check())
+
+
 def test_clients_have_their_share_of_a_replica_and_the_others_wait():
     async def check():
         replicas = Replica(permits=0), Replica(permits=0)
