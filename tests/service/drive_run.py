@@ -78,7 +78,7 @@ async def version_made(api, version):
 
 async def first(api):
     saw = {"early": await refusal(api.put_prompts_data(ME, prompts(1, 0), False))}
-    saw["bad_key"] = await refusal(anext(api.init_engines(ME, {"run.folder": "/tmp/elsewhere"})))
+    saw["bad_key"] = await refusal(anext(api.init_engines(ME, {"run.folder": "elsewhere"})))
     saw["init"] = [said async for said in api.init_engines(ME, {"trainer.steps": 9})]
     saw["second_owner"] = await refusal(anext(api.init_engines("bob", {})))
     saw["bob_stops"] = await refusal(api.stop("bob", True))

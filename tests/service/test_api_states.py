@@ -64,7 +64,7 @@ def test_settings_that_cannot_be_used_leave_the_server_waiting_for_better_ones()
 
     api = RunApi(Config(), check)
     for overrides in (
-        {"run.folder": "/tmp"},
+        {"run.folder": "elsewhere"},
         {"trainer.steps": 0},
         {"trainer.lr": "x: [1"},
         {"trainer.lr": 2.0},
