@@ -114,14 +114,14 @@ def test_the_death_of_a_process_is_noticed_while_nobody_calls_it(cluster):
 def test_a_process_that_is_busy_or_stopped_for_a_moment_goes_on_and_one_that_stays_frozen_is_killed(cluster):
     async def scenario():
         worker = await spawn("rollout0", resources={}).build(Worker)
-        watching = asyncio.ensure_future(worker.watch(2))
+        watching = asyncio.ensure_future(worker.watch(5))
         await worker.count(3)
         os.kill(worker.pid, signal.SIGSTOP)
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(1.5)
         os.kill(worker.pid, signal.SIGCONT)
         assert await worker.same_thread() and not watching.done()
         os.kill(worker.pid, signal.SIGSTOP)
-        with pytest.raises(WorkerLost, match=rf"rollout0 \(process {worker.pid}\) froze and was killed: .* for 2 s"):
+        with pytest.raises(WorkerLost, match=rf"rollout0 \(process {worker.pid}\) froze and was killed: .* for 5 s"):
             await asyncio.wait_for(watching, 30)
         return worker.pid
 
