@@ -81,7 +81,7 @@ def _measured(url, tokens, server, out, steps, requests, rounds) -> dict:
     )
     print(f"audit passed in {audit_s:.1f} s; exit code {code}; {json.dumps(summary, default=str)[:300]}", flush=True)
     rows = steps * SETTINGS["workflow.groups_per_step"] * found.size
-    whole = code == 0 and (found.steps, found.rows) == (steps, rows)
+    whole = code == 0 and found.saved and (found.steps, found.rows) == (steps, rows)
     return figures(found, whole, spoiled, (rates[0], rates[1]), overhead_us)
 
 

@@ -23,6 +23,7 @@ class Driven:
     rows: int = 0
     size: int = 0
     seconds: float = 0.0
+    saved: bool = False  # a checkpoint was made and exported
     rewards: list[float] = field(default_factory=list)
 
 
@@ -40,8 +41,9 @@ def drive(url: str, token: str, client: Client, steps: int, midway: Callable[[],
     records: list[dict] = []
     listening = threading.Thread(target=lambda: records.extend(Client(url, token).metrics()), daemon=True)
     listening.start()
+    saved: list[str] = []
+    saving = threading.Thread(target=_save, args=(url, token, saved), daemon=True)
     seen: list[float] = []
-    given = 0  # groups that are scored already
     for step in range(steps + ahead):
         if step < steps:
             count = groups
@@ -50,7 +52,7 @@ def drive(url: str, token: str, client: Client, steps: int, midway: Callable[[],
                 own, scored = _trajectories(url, token, _digits(draw), found.size)
                 client.put_trajectories([own])
                 seen += scored
-                given, count = 1, groups - 1
+                count = groups - 1
             client.put_prompts_data([_prompt(_digits(draw)) for _ in range(count)], last=step + 1 == steps)
         if step < ahead:
             continue
@@ -59,16 +61,24 @@ def drive(url: str, token: str, client: Client, steps: int, midway: Callable[[],
             left -= _score(client, left, seen)
         if step - ahead == steps // 2:
             client.weight_sync_notify(step - ahead, timeout_s=300.0)
-            for what in (client.evaluate, client.checkpoint, client.export, client.status):
-                print(f"  {what.__name__}: {str(what())[:200]}", flush=True)
+            print(f"  evaluate: {str(client.evaluate())[:200]}", flush=True)
+            saving.start()  # it comes between two steps, and the next one has begun: it waits for rewards
             midway()
+    saving.join(600.0)
     listening.join(600.0)
     found.steps, found.rows = len(records), len(seen)
     quarter = max(1, len(seen) // 4)
     found.rewards = [float(np.mean(seen[:quarter])), float(np.mean(seen[-quarter:]))]
     found.seconds = time.perf_counter() - began
-    assert given == 1
+    found.saved = not saving.is_alive() and bool(saved)
     return found
+
+
+def _save(url: str, token: str, saved: list[str]) -> None:
+    with Client(url, token) as client:
+        print(f"  checkpoint: {client.checkpoint()}", flush=True)
+        saved.append(client.export()["path"])
+        print(f"  export: {saved}", flush=True)
 
 
 def _digits(draw: random.Random) -> str:
