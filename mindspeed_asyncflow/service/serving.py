@@ -55,7 +55,8 @@ def _run(api: RunApi, run_folder: Path | None, warnings: Iterable[str], resume: 
         api.refused = str(error)
         _linger(api, min(api.config.service.linger_s, REFUSED_S))
         raise
-    _linger(api, api.config.service.linger_s)
+    interrupted = code == launch.INTERRUPTED  # by a signal or stop(now): nobody wants it to stay
+    _linger(api, min(api.config.service.linger_s, REFUSED_S) if interrupted else api.config.service.linger_s)
     return code
 
 
