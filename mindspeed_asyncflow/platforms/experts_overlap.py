@@ -49,6 +49,7 @@ class OverlappedMoELayer(MoELayer):
             )
         submodules = MoESubmodules(experts=ModuleSpec(OverlappedExperts))
         # read by MindSpeed's functions, which know layers of their own count and not those of a virtual pipeline
+        config.n_shared_experts = 0
         config.num_layers_per_virtual_pipeline_stage = 1
         groups = get_default_pg_collection()
         super().__init__(config, submodules, pg_collection=groups)
