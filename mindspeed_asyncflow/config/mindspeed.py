@@ -171,13 +171,6 @@ def _overlap(c: Config) -> Iterator[Raw]:
             "is alltoall: one expert-parallel rank has nobody to exchange tokens with; raise trainer.expert_parallel "
             "or use off",
         )
-    elif m.moe_overlap == "alltoall" and c.trainer.tensor_parallel > 1:
-        yield (
-            "error",
-            (key, "trainer.tensor_parallel"),
-            f"is alltoall and trainer.tensor_parallel {c.trainer.tensor_parallel}: its losses were compared with those "
-            "of one tensor rank only; set trainer.tensor_parallel to 1 or use off",
-        )
     if m.moe_overlap != "off" and "experts" in m.recompute:
         yield (
             "error",

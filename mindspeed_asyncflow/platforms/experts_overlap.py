@@ -12,11 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from mindspeed_asyncflow.errors import PlatformError
 from mindspeed_asyncflow.platforms import kernels, mindspeed
 from mindspeed_asyncflow.platforms.experts import GroupedExperts
 
@@ -39,23 +41,24 @@ class OverlappedExperts(GroupedExperts):
 
 
 class OverlappedMoELayer(MoELayer):
-    """Gated experts without shared ones; more than one expert-parallel rank."""
+    """Gated experts, shared ones too; more than one expert-parallel rank."""
 
     def __init__(self, config: Any) -> None:
-        if config.moe_shared_expert_intermediate_size is not None:
-            raise PlatformError(
-                "trainer.mindspeed.moe_overlap is alltoall: this model has shared experts, for which its losses were "
-                "not compared with those without it; use off"
-            )
-        submodules = MoESubmodules(experts=ModuleSpec(OverlappedExperts))
+        shared = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        submodules = MoESubmodules(
+            experts=ModuleSpec(OverlappedExperts), shared_experts=ModuleSpec(SharedExpertMLP, submodules=shared)
+        )
         # read by MindSpeed's functions, which know layers of their own count and not those of a virtual pipeline
-        config.n_shared_experts = 0
+        config.n_shared_experts = int(config.moe_shared_expert_intermediate_size is not None)
         config.num_layers_per_virtual_pipeline_stage = 1
         groups = get_default_pg_collection()
         super().__init__(config, submodules, pg_collection=groups)
         self.token_dispatcher = mindspeed.overlapped_dispatcher(
             self.num_local_experts, self.local_expert_indices, config, groups
         )
+        self.shared_expert_overlap = self.use_shared_expert
+        if self.use_shared_expert:
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
 
     def set_layer_number(self, layer_number: int) -> None:
         super().set_layer_number(layer_number)

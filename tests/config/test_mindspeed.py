@@ -26,11 +26,6 @@ def test_defaults_are_right_everywhere(platform):
         (["mindspeed.moe_overlap=allgather"], "moe_overlap", "without process groups .*use alltoall"),
         (["mindspeed.moe_overlap=forward_backward"], "moe_overlap", r"megatron\.training"),
         (
-            ["mindspeed.moe_overlap=alltoall", "expert_parallel=2", "tensor_parallel=2"],
-            "moe_overlap",
-            r"set trainer\.tensor_parallel to 1",
-        ),
-        (
             ["mindspeed.moe_overlap=alltoall", "expert_parallel=2", "mindspeed.recompute=[experts]"],
             "moe_overlap",
             r"set trainer\.recompute",

@@ -38,7 +38,8 @@ def transformer_settings(trainer: TrainerConfig, platform: Platform) -> dict[str
         "moe_grouped_gemm": trainer.moe_grouped_gemm,
     }
     if overlaps(trainer, platform):
-        settings["moe_grouped_gemm"] = True
+        # shared experts compute while tokens are under way; no layer without such experts reads it
+        settings |= {"moe_grouped_gemm": True, "moe_shared_expert_overlap": True}
     if trainer.recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif trainer.mindspeed.recompute:

@@ -1,5 +1,7 @@
 """The real MindSpeed on an emulated device trains as megatron does on the CPU. Where its source is present."""
 
+import shutil
+
 import main_job
 import pytest
 from emulated import needs_mindspeed, run_python
@@ -16,6 +18,19 @@ OVERLAP = {"mindspeed": {"moe_overlap": "alltoall"}}
 RING = FUSED | {"npu_fusion_attention_grad"}
 
 
+# Every token chooses experts of the first half: a rank that has the others gets none.
+ONE_SIDED = """
+import sys, torch
+from safetensors.torch import load_file, save_file
+path = sys.argv[1] + "/model.safetensors"
+weights = load_file(path)
+for name, weight in weights.items():
+    if name.endswith("e_score_correction_bias"):
+        weight.copy_(torch.tensor([9.0, 9.0, -9.0, -9.0]))
+save_file(weights, path, metadata={"format": "pt"})
+"""
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Small models by kind, made by a process of its own: nothing here imports torch."""
@@ -23,6 +38,9 @@ def models(tmp_path_factory):
     found = {kind: tmp_path_factory.mktemp(kind) for kind in ("qwen3", "qwen3_moe", "deepseek_v3")}
     for kind, folder in found.items():
         run_python(code, "tests/engines/megatron", kind, str(folder), emulated=False)
+    found["one_sided"] = tmp_path_factory.mktemp("one_sided") / "model"
+    shutil.copytree(found["deepseek_v3"], found["one_sided"])
+    run_python(ONE_SIDED, str(found["one_sided"]), emulated=False)
     return {kind: str(folder) for kind, folder in found.items()}
 
 
@@ -47,6 +65,8 @@ CASES = {
     "expert": ("qwen3_moe", EP2, FUSED - {"npu_swiglu"}),
     "grouped": ("qwen3_moe", {**EP2, "moe_grouped_gemm": True}, GROUPED),
     "overlap": ("qwen3_moe", {**EP2, **OVERLAP, "recompute": True}, GROUPED | ASYNC),
+    "latent_overlap": ("deepseek_v3", {**TP2, **EP2, **OVERLAP}, GROUPED | ASYNC),
+    "one_sided": ("one_sided", {**EP2, **OVERLAP}, GROUPED | ASYNC),
     "latent": ("deepseek_v3", TP2, FUSED),
     "swap": ("qwen3", {"mindspeed": {"swap_attention": True, "fused_rope": False}}, FUSED - {"npu_rotary_mul"}),
     "recompute": ("qwen3", {**TP2, "mindspeed": {"recompute": ["attention", "mlp"]}}, FUSED),

@@ -10,7 +10,7 @@ import types
 import torch
 
 from . import _C as _C
-from . import _modules, batches, compiled, npu, operators, places
+from . import _modules, batches, compiled, npu, operators, places, uneven
 
 __version__ = "2.7.1.post8+emulation"
 unsupported_dtype: list = []
@@ -31,6 +31,7 @@ places.install()
 npu.install()
 batches.install()
 compiled.install()
+uneven.install()
 _modules.install()
 torch._register_device_module("npu", npu)
 
