@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -23,7 +24,9 @@ pytestmark = pytest.mark.slow
 
 
 class Job:
-    """`asyncflow train` in a process of its own."""
+    """`asyncflow train` in a process of its own, which ends with its test at the latest."""
+
+    started: ClassVar[list[subprocess.Popen]] = []
 
     def __init__(self, base, config, *settings):
         self.base = Path(base)
@@ -32,7 +35,15 @@ class Job:
             command += ["--set", setting]
         self.output = self.base.with_suffix(".out")
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.output.open("w"), stderr=subprocess.STDOUT)
+        self.started.append(self.process)
         self.seen: dict[int, psutil.Process] = {}
+
+    @classmethod
+    def end_all(cls):
+        for process in cls.started:
+            process.kill()  # its reaper ends what it has started
+            process.wait(30)
+        cls.started.clear()
 
     @property
     def text(self):
