@@ -8,13 +8,14 @@ Rows are in memory only: they go with the run. Everything here runs in the run's
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mindspeed_asyncflow.dock.client import Claim
-from mindspeed_asyncflow.errors import DeadlineExceeded, ServiceError
+from mindspeed_asyncflow.errors import ClaimLost, DeadlineExceeded, ServiceError, StaleHandle
 from mindspeed_asyncflow.records import PromptRow
 from mindspeed_asyncflow.service.experience import NOTHING, cast, columns_of
 from mindspeed_asyncflow.service.outside import Outside
@@ -24,7 +25,9 @@ from mindspeed_asyncflow.service.verbs import Column, Experience, Prompt, Trajec
 from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.clock import now
 from mindspeed_asyncflow.workflow.dock_port import SLICE_S, ThreadDock
+from mindspeed_asyncflow.workflow.given import Given
 
+T = TypeVar("T")
 CLAIMERS = 4  # calls of one tenant that wait at the same time
 ANY_VERSION = 1 << 30
 ROW_BYTES = 64  # beside its columns
@@ -39,63 +42,86 @@ class TenantStore:
         self.dock = ThreadDock(outside.session.dock.client, f"tenant.{tenant}", CLAIMERS)
         self.worker = f"tenant.{tenant}"
         self._claims: dict[int, tuple[str, Claim]] = {}
-        self._bytes: dict[int, int] = {}  # of each row
+        self._rows: dict[int, tuple[int, int]] = {}  # handle -> number of its group, bytes
+        self._coming_rows, self._coming_bytes = 0, 0  # on their way into the dock
         self._groups = 0
 
     # ---- rows come ---------------------------------------------------------------------------------------------------
 
     async def put_prompts(self, prompts: Sequence[Prompt]) -> Mapping[str, Any]:
         issues = await asyncio.to_thread(encoded, prompts, self.session.tokenizer, self.config.data)
-        done = await self._put([self._rows(i, issue) for i, issue in enumerate(issues)])
-        del done["handles"]
-        return done
+        return await _to_its_end(self._stored(issues, [None] * len(issues)))
 
     async def put_trajectories(self, groups: Sequence[TrajectoryGroup]) -> Mapping[str, Any]:
         config, words = self.config, len(self.session.tokenizer)
         prompts = [group.prompt for group in groups]
         issues = await asyncio.to_thread(encoded, prompts, self.session.tokenizer, config.data)
         given = [given_of(g, issue.prompt_ids, config, words, ANY_VERSION) for g, issue in zip(groups, issues)]
-        rows = [self._rows(i, issue, g) for i, (issue, g) in enumerate(zip(issues, given))]
-        done = await self._put(rows)
-        for g, handles in zip(given, done.pop("handles")):
-            if g.rewards is not None:
-                scored = ~np.isnan(g.rewards)
+        return await _to_its_end(self._stored(issues, given))
+
+    async def _stored(self, issues: Sequence[Issue], given: Sequence[Given | None]) -> Mapping[str, Any]:
+        try:
+            return await self._put(issues, given)
+        except ServiceError as error:
+            if error.code != "full" or not await self._forget_lost():
+                raise
+        return await self._put(issues, given)
+
+    async def _put(self, issues: Sequence[Issue], given: Sequence[Given | None]) -> Mapping[str, Any]:
+        first, limit_s = self._groups, self.config.service.call_timeout_s
+        groups = [self._group(first + i, *each) for i, each in enumerate(zip(issues, given))]
+        sizes = [[_bytes(row) for row in group] for group in groups]
+        with self._room(sum(map(len, groups)), sum(map(sum, sizes))):
+            self._groups += len(groups)
+            handles = await self.dock.run(self.dock.client.put_groups, self.dock.partition, groups, limit_s)
+            for number, (rows, each) in enumerate(zip(handles, sizes), first):
+                self._rows |= {row: (number, size) for row, size in zip(rows.tolist(), each)}
+        for g, rows in zip(given, handles):
+            if g is not None and g.rewards is not None and (scored := ~np.isnan(g.rewards)).any():
                 values = {"score": g.rewards.astype(np.float32), "reward": g.rewards.astype(np.float32)}
                 values |= {} if g.advantages is None else {"advantage": g.advantages.astype(np.float32)}
-                if scored.any():
-                    written = {name: of_rows[scored] for name, of_rows in values.items()}
-                    await asyncio.to_thread(self.dock.client.write, handles[scored], written)
-        return done
+                written = {name: of_rows[scored] for name, of_rows in values.items()}
+                await self.dock.run(self.dock.client.write, rows[scored], written)
+        return {"accepted": len(groups), "first": first, "queued": len(self._rows)}
 
-    def _rows(self, place: int, issue: Issue, given: Any = None) -> list[PromptRow]:
-        size, group = self.config.algorithm.group_size, self._groups + place
+    def _group(self, number: int, issue: Issue, given: Given | None) -> list[PromptRow]:
+        size = self.config.algorithm.group_size
         answers = [None] * size if given is None else given.answers
-        each = (issue.prompt_ids, issue.truth, 0, group, issue.fields)
-        return [PromptRow(group, member, size, *each, answer) for member, answer in enumerate(answers)]
+        each = (issue.prompt_ids, issue.truth, 0, number, issue.fields)
+        return [PromptRow(number, member, size, *each, answer) for member, answer in enumerate(answers)]
 
-    async def _put(self, groups: Sequence[Sequence[PromptRow]]) -> dict[str, Any]:
-        count, sizes = sum(map(len, groups)), [[_bytes(row) for row in group] for group in groups]
-        self._room(count, sum(map(sum, sizes)))
-        first, self._groups = self._groups, self._groups + len(groups)
-        limit_s = self.config.service.call_timeout_s
-        put = self.dock.client.put_groups
-        handles = await asyncio.to_thread(put, self.dock.partition, groups, limit_s)
-        for rows, each in zip(handles, sizes):
-            self._bytes |= zip(rows.tolist(), each)
-        return {"accepted": len(groups), "first": first, "queued": len(self._bytes), "handles": handles}
-
-    def _room(self, rows: int, size: int) -> None:
-        s = self.config.service
-        if len(self._bytes) + rows > s.tenant_rows:
+    @contextlib.contextmanager
+    def _room(self, rows: int, size: int) -> Iterator[None]:
+        """Held while they are on their way into the dock, so that calls at the same time do not all find it free."""
+        s, (have, filled) = self.config.service, self._held()
+        if have + rows > s.tenant_rows:
             raise ServiceError(
-                507, "full", f"you have {len(self._bytes)} rows, and {rows} more would be above service.tenant_rows "
+                507, "full", f"you have {have} rows, and {rows} more would be above service.tenant_rows "
                 f"({s.tenant_rows}): finish the task train of some, which frees them"
             )  # fmt: skip
-        if sum(self._bytes.values()) + size > s.tenant_mb << 20:
+        if filled + size > s.tenant_mb << 20:
             raise ServiceError(
-                507, "full", f"your rows have {sum(self._bytes.values())} bytes, and {size} more would be above "
+                507, "full", f"your rows have {filled} bytes, and {size} more would be above "
                 f"service.tenant_mb ({s.tenant_mb}): finish the task train of some, which frees them"
             )  # fmt: skip
+        self._coming_rows, self._coming_bytes = self._coming_rows + rows, self._coming_bytes + size
+        try:
+            yield
+        finally:
+            self._coming_rows, self._coming_bytes = self._coming_rows - rows, self._coming_bytes - size
+
+    def _held(self) -> tuple[int, int]:
+        """Rows and bytes, with those on their way into the dock."""
+        return len(self._rows) + self._coming_rows, sum(size for _, size in self._rows.values()) + self._coming_bytes
+
+    async def _forget_lost(self) -> int:
+        """How many rows the dock had no more: a pair of it was started again."""
+        known = sorted({group for group, _ in self._rows.values()})
+        gone = set(await self.dock.missing(known))
+        lost = [row for row, (group, _) in self._rows.items() if group in gone]
+        for row in lost:
+            self._rows.pop(row)
+        return len(lost)
 
     # ---- rows are worked on ------------------------------------------------------------------------------------------
 
@@ -113,13 +139,21 @@ class TenantStore:
                 continue
             if len(claim.rows):
                 break
-        self._claims[claim.claim_id] = task, claim
+        self._granted(task, claim)
         try:
             values = await read(claim.rows)
         except BaseException:
             await self.release(claim.claim_id)
             raise
         return Experience(claim.claim_id, claim.rows, claim.group_ids, claim.members, values)
+
+    def _granted(self, task: str, claim: Claim) -> None:
+        """Claims before it that had one of its rows for this task have ended with their lease."""
+        again = set(claim.rows.tolist())
+        ended = [n for n, (of, held) in self._claims.items() if of == task and not again.isdisjoint(held.rows.tolist())]
+        for number in ended:
+            del self._claims[number]
+        self._claims[claim.claim_id] = task, claim
 
     async def release(self, claim: int) -> None:
         if self._claims.pop(claim, None) is not None:
@@ -133,33 +167,61 @@ class TenantStore:
         if len(set(named)) != len(named) or not set(named) <= set(held.rows.tolist()) or not named:
             raise ServiceError(422, "rows", f"the rows are not those of claim {claim}, or one is named twice")
         values = {name: cast(name, column, len(named)) for name, column in columns.items()}
+        return await _to_its_end(self._written(claim, task, rows, values))
+
+    async def _written(self, claim: int, task: str, rows: np.ndarray, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        client, limit_s, named = self.dock.client, self.config.service.call_timeout_s, rows.tolist()
         size = sum(sum(x.nbytes for x in value) for value in values.values())
-        self._room(0, size)
-        client, limit_s = self.dock.client, self.config.service.call_timeout_s
-        if values:
-            await asyncio.to_thread(lambda: client.write(rows, values, claim_id=claim, done=True, timeout_s=limit_s))
-        else:
-            await asyncio.to_thread(lambda: client.done(claim, rows=rows))
-        for row in named:
-            self._bytes[row] = self._bytes.get(row, 0) + size // len(named)
-        left = held.rows[~np.isin(held.rows, rows)]
-        self._claims[claim] = task, _only(held, left)
-        if not len(left):
-            del self._claims[claim]
+        with self._room(0, size):
+            try:
+                if values:
+                    await self.dock.run(client.write, rows, values, claim_id=claim, done=True, timeout_s=limit_s)
+                else:
+                    await self.dock.run(client.done, claim, rows=rows)
+            except (StaleHandle, ClaimLost) as error:
+                await self.release(claim)
+                gone = await self._forget_lost()
+                raise ClaimLost(f"{error}" + f"; the dock has lost {gone} of your rows" * bool(gone)) from error
+            for row in named:
+                if row in self._rows:
+                    group, before = self._rows[row]
+                    self._rows[row] = group, before + size // len(named)
+        left = self._finished(claim, rows)
         if task == "train":
             await self.dock.free(rows)
             for row in named:
-                self._bytes.pop(row, None)
-        return {"left": len(left)}
+                self._rows.pop(row, None)
+        return {"left": left}
+
+    def _finished(self, claim: int, rows: np.ndarray) -> int:
+        """Rows that the claim has still; another call may have finished some meanwhile."""
+        if claim not in self._claims:
+            return 0
+        task, held = self._claims.pop(claim)
+        left = held.rows[~np.isin(held.rows, rows)]
+        if len(left):
+            self._claims[claim] = task, _only(held, left)
+        return len(left)
 
     async def status(self) -> Mapping[str, Any]:
         stats = await self.dock.stats()
         mine = stats["partitions"].get(self.dock.partition, {})
-        return {"rows": len(self._bytes), "bytes": sum(self._bytes.values()), "tasks": mine.get("tasks", {})}
+        rows, size = self._held()
+        return {"rows": rows, "bytes": size, "tasks": mine.get("tasks", {})}
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """What a thread writes into the dock is counted, also where whoever asked for it is gone meanwhile."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(task)
 
 
 def _bytes(row: PromptRow) -> int:
-    answer = 0 if row.answer is None else row.answer.token_ids.nbytes + row.answer.logprobs.nbytes
+    answer = 0
+    if row.answer is not None:
+        mask = 0 if row.answer.mask is None else row.answer.mask.nbytes
+        answer = row.answer.token_ids.nbytes + row.answer.logprobs.nbytes + mask
     shared = row.prompt_ids.nbytes + len(row.truth.encode()) + len(row.fields.encode())
     return ROW_BYTES + answer + (shared if row.member == 0 else 0)
 

@@ -79,16 +79,17 @@ class ThreadDock:
         # asyncio's own pool has few threads on a small machine: parked claims would hold up everything else.
         self._threads = ThreadPoolExecutor(claimers + OTHER_CALLS, thread_name_prefix="dock")
 
-    async def _run(self, call: Callable[..., T], *args: Any, **how: Any) -> T:
+    async def run(self, call: Callable[..., T], *args: Any, **how: Any) -> T:
+        """Any blocking call of the client, in a thread of these."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(call, *args, **how))
 
     async def put_groups(self, groups: Sequence[Sequence[PromptRow]]) -> None:
-        await self._run(self.client.put_groups, self.partition, groups)
+        await self.run(self.client.put_groups, self.partition, groups)
 
     async def claim(self, task: str, count: int, *, timeout_s: float | None = None, unit: str = "groups", **how: Any):
         how |= {"partition": self.partition, "unit": unit, "timeout_s": SLICE_S if timeout_s is None else timeout_s}
         while True:
-            asked = asyncio.ensure_future(self._run(self.client.claim, task, count, **how))
+            asked = asyncio.ensure_future(self.run(self.client.claim, task, count, **how))
             try:
                 return await asyncio.shield(asked)
             except DeadlineExceeded:
@@ -105,41 +106,41 @@ class ThreadDock:
             back.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def read(self, rows: np.ndarray, columns: Sequence[str]) -> Mapping[str, Any]:
-        return await self._run(self.client.read, rows, columns)
+        return await self.run(self.client.read, rows, columns)
 
     async def write(self, rows: np.ndarray, values: Mapping[str, Any], claim_id: int) -> None:
-        await self._run(partial(self.client.write, rows, values, claim_id=claim_id))
+        await self.run(partial(self.client.write, rows, values, claim_id=claim_id))
 
     async def done(self, claim_id: int) -> None:
-        await self._run(self.client.done, claim_id)
+        await self.run(self.client.done, claim_id)
 
     async def release(self, claim_id: int, rows: np.ndarray | None = None) -> None:
         with contextlib.suppress(ClaimLost):
-            await self._run(self.client.release, claim_id, rows)
+            await self.run(self.client.release, claim_id, rows)
 
     async def free(self, rows: np.ndarray) -> None:
-        await self._run(self.client.free, rows)
+        await self.run(self.client.free, rows)
 
     async def drop_groups(self, group_ids: Sequence[int], reason: str) -> None:
-        await self._run(self.client.drop, group_ids=group_ids, partition=self.partition, reason=reason)
+        await self.run(self.client.drop, group_ids=group_ids, partition=self.partition, reason=reason)
 
     async def drop_rows(self, rows: np.ndarray, reason: str) -> None:
-        await self._run(self.client.drop, rows, reason=reason)
+        await self.run(self.client.drop, rows, reason=reason)
 
     async def missing(self, group_ids: Sequence[int]) -> list[int]:
-        return await self._run(self.client.missing, self.partition, group_ids)
+        return await self.run(self.client.missing, self.partition, group_ids)
 
     async def forget_worker(self, worker: str) -> int:
-        return await self._run(self.client.forget_worker, worker)
+        return await self.run(self.client.forget_worker, worker)
 
     async def seal(self) -> None:
-        await self._run(self.client.seal, self.partition)
+        await self.run(self.client.seal, self.partition)
 
     async def stats(self) -> Mapping[str, Any]:
-        return await self._run(self.client.stats)
+        return await self.run(self.client.stats)
 
     async def describe(self) -> str:
-        return await self._run(self.client.describe)
+        return await self.run(self.client.describe)
 
     def close(self) -> None:
         """Threads that still wait for a claim end with its slice."""

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import secrets
+import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +14,9 @@ from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, grpo_tasks
 from mindspeed_asyncflow.dock.server import DockServer
-from mindspeed_asyncflow.errors import DeadlineExceeded, ServiceError
+from mindspeed_asyncflow.errors import ClaimLost, DeadlineExceeded, DockFull, ServiceError
 from mindspeed_asyncflow.records import Completion, PromptRow, VersionSpan
-from mindspeed_asyncflow.service.partitions import TenantStore
+from mindspeed_asyncflow.service.partitions import TenantStore, _bytes
 from mindspeed_asyncflow.service.verbs import Prompt, Trajectory, TrajectoryGroup
 from mindspeed_asyncflow.workflow.checkpoint import settle
 
@@ -128,6 +130,123 @@ def test_a_tenant_gets_no_more_of_the_dock_than_its_share(dock):
         assert await b.put(claim.claim, claim.rows, {}) == {"left": 0}
 
     asyncio.run(main())
+
+
+def test_calls_at_the_same_time_get_no_more_than_the_share_together(dock):
+    async def main():
+        b = store(dock)
+        calls = [b.put_prompts([Prompt("ab>")] * 2) for _ in range(20)]
+        done = await asyncio.gather(*calls, return_exceptions=True)
+        refused = [answer for answer in done if isinstance(answer, ServiceError)]
+        assert [answer["first"] for answer in done if isinstance(answer, dict)] == [0, 2]
+        assert len(refused) == 18 and {answer.code for answer in refused} == {"full"}
+        return (await b.status())["rows"]
+
+    assert asyncio.run(main()) == dock.stats()["partitions"]["tenant.b"]["rows"] == 8
+
+
+def test_what_a_caller_who_left_has_put_is_counted_and_what_failed_is_not(dock, monkeypatch):
+    async def main():
+        b = store(dock)
+        put, begun = dock.put_groups, asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def slow(*args):
+            loop.call_soon_threadsafe(begun.set)
+            return put(*args)
+
+        def fails(*args):
+            raise DockFull("no room")
+
+        monkeypatch.setattr(dock, "put_groups", slow)
+        leaving = asyncio.ensure_future(b.put_prompts([Prompt("ab>")] * 3))
+        await begun.wait()
+        leaving.cancel()
+        assert (await b.status())["rows"] == 6
+        await asyncio.wait([leaving])
+        monkeypatch.setattr(dock, "put_groups", fails)
+        with pytest.raises(DockFull):
+            await b.put_prompts([Prompt("ab>")])
+        monkeypatch.setattr(dock, "put_groups", put)
+        while (await b.status())["bytes"] == 0 or len(b._rows) < 6:
+            await asyncio.sleep(0)
+        assert (await b.put_prompts([Prompt("ab>")]))["queued"] == 8
+
+    asyncio.run(main())
+    assert dock.stats()["partitions"]["tenant.b"]["rows"] == 8
+
+
+def test_the_mask_of_an_answer_counts():
+    answer = Completion("", np.zeros(8, np.int32), np.zeros(8, np.float32), "stop", ())
+    row = PromptRow(0, 1, 2, np.array([1]), "", answer=answer)
+    masked = replace(row, answer=replace(answer, mask=np.ones(8, np.uint8)))
+    assert _bytes(masked) - _bytes(row) == 8
+
+
+def test_halves_of_a_claim_that_come_at_the_same_time_finish_it(dock):
+    async def main():
+        b = store(dock)
+        await b.put_prompts([Prompt("ab>")])
+        claim = await b.get("rollout", [], 1, 2.0)
+        left = await asyncio.gather(*(b.put(claim.claim, claim.rows[i : i + 1], {"finish": [0]}) for i in (0, 1)))
+        assert sorted(answer["left"] for answer in left) == [0, 1]
+        with pytest.raises(ServiceError) as refused:
+            await b.put(claim.claim, claim.rows, {"finish": [0, 0]})
+        assert code_of(refused) == (404, "unknown_claim")
+
+    asyncio.run(main())
+
+
+def test_a_claim_that_ended_is_forgotten_when_its_rows_are_claimed_again(dock):
+    async def main():
+        b = store(dock)
+        await b.put_prompts([Prompt("ab>")])
+        for _ in range(3):
+            claim = await b.get("rollout", [], 1, 2.0)
+            await b.dock.release(claim.claim)  # as its lease does
+        assert list(b._claims) == [claim.claim]
+        with pytest.raises(ClaimLost):
+            await b.put(claim.claim, claim.rows, {"finish": [0, 0]})
+        assert not b._claims and (await b.status())["rows"] == 2
+
+    asyncio.run(main())
+
+
+def test_rows_that_the_dock_has_lost_do_not_count_for_ever(dock):
+    async def main():
+        b = store(dock)
+        await b.put_prompts([Prompt("ab>")] * 4)
+        claim = await b.get("rollout", [], 1, 2.0)
+        dock.close_partition("tenant.b")
+        await b.dock.release(claim.claim)  # rows and claim are gone, as with a pair that is started again
+        with pytest.raises(ClaimLost, match="lost 8 of your rows"):
+            await b.put(claim.claim, claim.rows, {"finish": [0, 0]})
+        assert (await b.status())["rows"] == 0 and not b._claims
+        await b.put_prompts([Prompt("ab>")] * 4)
+        dock.close_partition("tenant.b")
+        assert (await b.put_prompts([Prompt("ab>")] * 3))["queued"] == 6
+
+    asyncio.run(main())
+
+
+def test_puts_of_tenants_take_no_thread_of_the_run(dock, monkeypatch):
+    async def main():
+        b, named = store(dock), []
+        for name in ("put_groups", "write", "done"):
+            call = getattr(dock, name)
+
+            def watched(*args, call=call, **how):
+                named.append(threading.current_thread().name)
+                return call(*args, **how)
+
+            monkeypatch.setattr(dock, name, watched)
+        answers = [Trajectory(np.array([1]), np.array([-0.1]), version=0)] * 2
+        await b.put_trajectories([TrajectoryGroup(Prompt("ab>"), answers, np.ones(2), np.ones(2))])
+        claim = await b.get("train", [], 1, 2.0)
+        await b.put(claim.claim, claim.rows, {})
+        return named
+
+    assert all(name.startswith("dock") for name in asyncio.run(main()))
 
 
 def test_a_call_that_is_refused_has_written_nothing_and_its_claim_is_held_still(dock):
