@@ -9,7 +9,9 @@ Prompt i of the run is (epoch 0, index i).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_asyncflow.errors import DataError
+from mindspeed_asyncflow.errors import DataError, ServiceError
 from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.given import answers_of, as_plain
 
@@ -37,6 +39,7 @@ class ClientPrompts:
         self.last = False  # no more will come
         self.closed = False  # nothing is given out any more, whatever is there
         self.changed = asyncio.Event()  # set, and replaced, at every change
+        self._bytes = 0  # of the file, up to the end of the last call that was taken
         if path.is_file():
             self._read()
 
@@ -55,6 +58,7 @@ class ClientPrompts:
                 raise DataError(f"{self.path} is damaged in line {number + 1}: {error}") from error
         with open(self.path, "r+b") as file:
             file.truncate(len(whole))
+        self._bytes = len(whole)
 
     @property
     def queued(self) -> int:
@@ -65,15 +69,33 @@ class ClientPrompts:
         return self.closed or (self.last and not self.queued)
 
     def add(self, issues: Sequence[Issue], last: bool) -> int:
-        """All of these, numbered by their place; returns the index of the first one. They are on disk then."""
+        """All of these, numbered by their place; returns the index of the first one. They are on disk then.
+
+        Raises `ServiceError` where they cannot be written: none is taken.
+        """
         first = len(self.issues)
         lines = [_record(issue) for issue in issues] + ([LAST] if last else [])
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+        try:
+            self._append(text)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, self._bytes)
+            raise ServiceError(
+                507, "full", f"the prompts cannot be written ({error}): send them again when the run folder has room"
+            ) from error  # fmt: skip
+        self._bytes += len(text)
         self.issues += [replace(issue, prompt_index=first + i) for i, issue in enumerate(issues)]
         self.last |= last
         self._tell()
         return first
+
+    def _append(self, text: bytes) -> None:
+        with open(self.path, "ab") as file:
+            file.truncate(self._bytes)  # behind it is what a call has left that failed
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
 
     def close(self) -> None:
         """No further batch is given out."""
@@ -110,7 +132,8 @@ class ClientPrompts:
         return {"client": True, "batch": self.batch}
 
     def state(self) -> dict[str, Any]:
-        return {"client": True, "position": self.position, "exhausted": self.exhausted}
+        """`exhausted` is for who goes on from here: a run that was stopped has prompts left."""
+        return {"client": True, "position": self.position, "exhausted": self.last and not self.queued}
 
     def restore(self, state: dict[str, Any]) -> None:
         if not state.get("client"):

@@ -156,6 +156,8 @@ def _complete(config: Config, checkpoint: Path | None) -> str:
     if version >= steps:
         return f"{version} of {steps} steps are trained (trainer.steps)"
     if _data_is_used_up(found, config):
+        if found["stream"].get("client"):
+            return f"the client's prompts ended after {version} steps"
         return f"the data ended after {version} steps (data.epochs)"
     return ""
 

@@ -1,7 +1,9 @@
 """Prompts, rewards and weights that come from a client, without a run around them."""
 
 import asyncio
+import errno
 import json
+import os
 
 import numpy as np
 import pytest
@@ -84,6 +86,47 @@ def test_a_resumed_run_goes_on_behind_the_last_prompt_of_its_checkpoint(tmp_path
     assert [index for _, index, _ in next(stream)] == [4, 5, 6, 7]
     with pytest.raises(DataError, match="has given out 4"):
         prompts(tmp_path / "elsewhere").restore(state)
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_prompts_that_are_left(tmp_path):
+    stream, run = prompts(tmp_path), {"book": {"groups": []}, "feeder": {"left": []}}
+    stream.add(issues(8), last=True)
+    next(stream)
+    stream.close()
+    assert not _data_is_used_up({"stream": stream.state(), "run": run}, CONFIG)
+    again = prompts(tmp_path)
+    again.restore(stream.state())
+    assert taken(again) == [[4, 5, 6, 7]]
+    assert _data_is_used_up({"stream": again.state(), "run": run}, CONFIG)
+
+
+def _full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_disk_that_is_full_for_a_moment_loses_nothing_that_was_taken(tmp_path, monkeypatch, cleared):
+    """The call has left whole lines, which are removed at once, or else by the next call."""
+    stream = prompts(tmp_path)
+    stream.add(issues(2), last=False)
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", _full)
+        if not cleared:
+            full.setattr(os, "truncate", _full)
+        with pytest.raises(ServiceError, match="No space left") as refused:
+            stream.add(issues(2, first=2), last=True)
+    assert refused.value.status == 507 and len(stream.issues) == 2 and not stream.last
+    assert (len(stream.path.read_bytes().splitlines()) == 2) == cleared
+    assert stream.add(issues(1, first=4), last=False) == 2
+    again = prompts(tmp_path)
+    assert [issue.prompt_ids.tolist() for issue in again.issues] == [[0, 7], [1, 7], [4, 7]] and not again.last
+
+
+def test_prompts_are_on_the_disk_before_they_are_taken(tmp_path, monkeypatch):
+    stream, synced, fsync = prompts(tmp_path), [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(stream.path.read_text()), fsync(file)))
+    stream.add(issues(1), last=True)
+    assert len(synced) == 1 and synced[0] == stream.path.read_text() and synced[0].count("\n") == 2
 
 
 def test_a_client_run_is_complete_only_when_it_was_told_that_no_prompt_will_come(tmp_path):

@@ -17,10 +17,10 @@ def config(**sections):
     return Config.model_validate(sections)
 
 
-def checkpoint(folder, step, settings, position=None, groups=(), per_epoch=100):
+def checkpoint(folder, step, settings, position=None, groups=(), per_epoch=100, **more):
     """What a session leaves there, as far as `choose` looks at it."""
     partial = checkpoints.begin(folder.checkpoints, step)
-    stream = {"position": step if position is None else position, "batches_per_epoch": per_epoch}
+    stream = {"position": step if position is None else position, "batches_per_epoch": per_epoch} | more
     state = {"version": step, "stream": stream, "run": {"book": {"groups": list(groups)}, "feeder": {"left": []}}}
     (partial / "state.json").write_text(json.dumps(state))
     (partial / "config.yaml").write_text(dump_resolved(settings))
@@ -187,6 +187,13 @@ def test_a_run_whose_data_is_used_up_is_complete_once_nothing_is_open(run, posit
     ends(folder)
     assert bool(choose(settings, folder.path).complete) is over
     assert choose(config(trainer={"steps": 10}, data={"epochs": 3}), folder.path).complete == ""
+
+
+def test_a_run_whose_client_gives_no_more_prompts_is_complete_for_that_reason(run):
+    folder, settings = run
+    checkpoint(folder, 9, settings, client=True, exhausted=True)
+    ends(folder)
+    assert choose(settings, folder.path).complete == "the client's prompts ended after 9 steps"
 
 
 def test_one_driver_at_a_time_has_a_folder(run):
