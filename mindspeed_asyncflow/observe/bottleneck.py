@@ -28,6 +28,7 @@ class Sizes:
     scorers: int = 1
     nodes: int = 1
     samples_per_step: int = 256
+    by_client: tuple[str, ...] = ()  # settings by which the run waits for a client (`service.prompts`, ...)
 
     @classmethod
     def of(cls, config: Config) -> Sizes:
@@ -42,6 +43,7 @@ class Sizes:
             scorers=config.reward.workers,
             nodes=math.ceil(devices(config) / config.cluster.device.devices_per_node),
             samples_per_step=config.samples_per_step,
+            by_client=tuple(config.service.by_client),
         )
 
 
@@ -74,6 +76,8 @@ def bottleneck(metrics: Mapping[str, float], sizes: Sizes) -> str:
     if sizes.shared:
         return _turns(trainer, rollout, sizes)
     unscored = metrics.get("queue/reward", 0.0)
+    if sizes.by_client and trainer >= WAITS and (found := _client(trainer, rollout, unscored, sizes)):
+        return found
     if trainer >= WAITS and unscored >= sizes.samples_per_step / 2:
         return (
             f"scorer-bound: trainer waits {_share(trainer)}, {unscored:,.0f} answers wait for a score; "
@@ -89,6 +93,17 @@ def bottleneck(metrics: Mapping[str, float], sizes: Sizes) -> str:
         head, more = f"trainer-bound: rollout waits {_share(rollout)}", [_more_training(sizes)]
     advice = [*_looser(trainer, rollout, sizes), *more]
     return f"{head}; try {' or '.join(advice)}" if advice else head
+
+
+def _client(trainer: float, rollout: float, unscored: float, sizes: Sizes) -> str:
+    """Where the run waits for whoever drives it; empty where it does not. The trainer waits."""
+    if "service.rewards" in sizes.by_client and unscored >= sizes.samples_per_step / 2:
+        waits = f"{unscored:,.0f} answers wait for its rewards; try to score several groups at the same time"
+        return f"waiting for the client: trainer waits {_share(trainer)}, {waits}"
+    if rollout < WAITS:
+        return ""
+    both = f"trainer waits {_share(trainer)}, rollout waits {_share(rollout)}"
+    return f"waiting for the client: {both} ({', '.join(sizes.by_client)})"
 
 
 def kind(sentence: str) -> str:

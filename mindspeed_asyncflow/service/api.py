@@ -12,6 +12,7 @@ import contextlib
 import json
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -204,7 +205,8 @@ class RunApi:
         async def undo(found: Experience) -> None:
             await place.release(found.claim)
 
-        return await self._in_run(outside, tenant, place.get(task, columns, groups, timeout_s), undo)
+        found = await self._in_run(outside, tenant, place.get(task, columns, groups, timeout_s), undo)
+        return found if found.claim else replace(found, columns={name: [] for name in columns})
 
     async def put_experience_data(
         self, tenant: str, claim: int, rows: np.ndarray, columns: Mapping[str, Column]
@@ -291,11 +293,15 @@ class RunApi:
             self.stopped.set()
             return {"state": FAILED, "error": self.refused}
         asked = False
-        while not outside.over.is_set():
-            if outside.loop is not None and not asked:
-                outside.loop.call_soon_threadsafe(outside.stop, now)
-                asked = True
-            await asyncio.sleep(LOOK_S)
+        with outside.presence.calling():
+            while not outside.over.is_set():
+                if outside.loop is not None and not asked:
+                    outside.loop.call_soon_threadsafe(outside.stop, now)
+                    asked = True
+                waits = outside.rewards.unattended() if outside.rewards is not None and not now else ""
+                if waits and outside.loop is not None:
+                    raise beside.waits_for_you("stop", waits)
+                await asyncio.sleep(LOOK_S)
         self.stopped.set()
         return {"state": outside.state, "exit_code": outside.code, "error": outside.error, "summary": outside.summary}
 

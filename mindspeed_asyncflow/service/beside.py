@@ -18,7 +18,7 @@ from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.reshard.hf_folder import export_hf
 from mindspeed_asyncflow.service.outside import Outside
 from mindspeed_asyncflow.service.owner import Owner
-from mindspeed_asyncflow.workflow.clock import in_time
+from mindspeed_asyncflow.workflow.clock import in_time, now
 from mindspeed_asyncflow.workflow.verdict import Verdict
 
 LOOK_S = 0.2
@@ -84,18 +84,28 @@ async def checkpoint(outside: Outside, timeout_s: float) -> Mapping[str, Any]:
 
 
 async def _between(outside: Outside, work: Any, timeout_s: float, what: str) -> Any:
-    run = Owner(outside).running()
+    run, until, waits = Owner(outside).running(), now() + timeout_s, ""
     asked = run.training.between.ask(work)
     try:
-        await asyncio.wait([asked], timeout=timeout_s)
+        while not asked.done() and not waits and (left := until - now()) > 0:
+            await asyncio.wait([asked], timeout=min(left, LOOK_S))
+            if outside.rewards is not None:
+                waits = outside.rewards.unattended(run.training.lacks_scores)
     finally:
         if not asked.done():
             asked.cancel()
+    if asked.cancelled() and waits:
+        raise waits_for_you(what, waits)
     if asked.cancelled():
         raise ServiceError(
             504, "timeout", f"no {what} in {timeout_s:g} s: it comes between two steps, and step {run.job.step} goes on"
         )  # fmt: skip
     return asked.result()
+
+
+def waits_for_you(what: str, waits: str) -> ServiceError:
+    said = f"{what} waits for you: {waits}. Score them first, or beside this call, from another thread"
+    return ServiceError(409, "waits_for_you", said)
 
 
 def export(folder: RunFolder) -> Mapping[str, Any]:

@@ -68,6 +68,7 @@ class Outside:
         self.rewards: OutsideRewards | None = None
         self.prompts: ClientPrompts | None = None
         self.stores: dict[str, Any] = {}  # of other tenants, `partitions.TenantStore`
+        self.loading: dict[int, asyncio.Task[None]] = {}  # what `weight_sync_notify` has begun, by replica
         self._completing: Completing | None = None
         self._cancel: Callable[[], object] | None = None
 
@@ -138,11 +139,15 @@ class Outside:
             self.session.run.job.progressed()
 
     def _ends(self) -> bool:
-        """Whether nothing is left to be answered."""
+        """Whether nothing is left to be answered, or the end is asked for: the loop that ends the book may itself wait
+        for a publication."""
         run = self.session.run if self.session is not None else None
         if run is None:
             return False
-        return run.window.version >= self.config.trainer.steps or (run.book.ended and not run.book.count())
+        if self.stopping or run.window.version >= self.config.trainer.steps:
+            return True
+        no_more = run.book.ended or (self.prompts is not None and self.prompts.exhausted and not run.feeder.holds)
+        return no_more and not run.book.open_groups()
 
     def completing(self) -> Completing:
         """The replicas, for requests beside the run; while the run is on."""

@@ -8,7 +8,9 @@ score loop ──score(rows)──► groups that wait ──get──► the cl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +27,8 @@ from mindspeed_asyncflow.workflow.clock import in_time, now
 from mindspeed_asyncflow.workflow.given import Given
 from mindspeed_asyncflow.workflow.score_worker import ScoreReport, ScoreWorker
 from mindspeed_asyncflow.workflow.workers import RowBatch
+
+UNATTENDED_S = 10.0  # who scores comes again within that time
 
 Judged = tuple[float, float | None]  # reward (NaN: none) and advantage of one answer
 
@@ -83,12 +87,27 @@ class OutsideRewards:
         self._waiting: dict[int, Waiting] = {}  # by group, those that no client has
         self._held: dict[int, Held] = {}  # by claim
         self._claims = itertools.count(1)
+        self._getting = 0  # calls of `get` under way
+        self._seen = 0.0  # when the client was last here for rewards, or the first group began to wait
         self._news = asyncio.Event()
 
     @property
     def waiting(self) -> int:
         """Groups that a client could get now."""
         return len(self._waiting)
+
+    def unattended(self, needed: Callable[[], bool] = lambda: True) -> str:
+        """What nobody scores, in words: groups wait, and whoever asks this may be the one who should. Empty: somebody
+        comes for them, or nothing waits, or they are not `needed`. From any thread."""
+        held = sum(len(held.groups) for held in list(self._held.values()))
+        alone_s = time.monotonic() - self._seen
+        limit_s = UNATTENDED_S if self._waiting else self.config.service.client_timeout_s / 2
+        if not (self._waiting or held) or self._getting or alone_s < limit_s or not needed():
+            return ""
+        return (
+            f"{self.waiting + held} groups wait for your rewards, and for {alone_s:.0f} s nobody has called "
+            "get_experience_data or put_experience_data"
+        )
 
     # ---- for the loops -----------------------------------------------------------------------------------------------
 
@@ -126,6 +145,7 @@ class OutsideRewards:
     async def _ask(self, batch: RowBatch) -> dict[int, Judged]:
         """What the client says of these rows."""
         groups = []
+        self._seen = time.monotonic()
         for group in dict.fromkeys(batch.group_ids.tolist()):
             of_group = batch.select(batch.group_ids == group)
             groups.append(Waiting(group, of_group.rows, of_group.members))
@@ -154,20 +174,26 @@ class OutsideRewards:
 
     async def get(self, groups: int, timeout_s: float) -> tuple[int, list[Waiting]]:
         """Up to `groups` groups that wait, and the claim on them; 0 and none where none came in time."""
-        until = now() + timeout_s
-        while not self._waiting:
-            self._take_back()
-            left = until - now()
-            if not self._waiting and left <= 0:
+        self._getting += 1
+        try:
+            if not await self._some_wait(now() + timeout_s):
                 return 0, []
-            try:
-                await in_time(self._news.wait(), min(left, 1.0))
-            except asyncio.TimeoutError:
-                continue
+        finally:
+            self._getting, self._seen = self._getting - 1, time.monotonic()
         chosen = [self._waiting.pop(group) for group in list(self._waiting)[:groups]]
         claim = next(self._claims)
         self._held[claim] = Held(now() + self.config.dock.lease_s, chosen)
         return claim, chosen
+
+    async def _some_wait(self, until: float) -> bool:
+        while not self._waiting:
+            self._take_back()
+            left = until - now()
+            if not self._waiting and left <= 0:
+                return False
+            with contextlib.suppress(asyncio.TimeoutError):
+                await in_time(self._news.wait(), min(left, 1.0))
+        return True
 
     def _take_back(self) -> None:
         """What a client has held for too long waits again."""
@@ -183,7 +209,7 @@ class OutsideRewards:
     def put(self, claim: int, rows: np.ndarray, judged: Sequence[Judged]) -> int:
         """Rewards of all rows of the claim, or of some whole groups of it, which it holds no longer then; returns how
         many groups it holds still. Raises `ServiceError`, with nothing taken."""
-        held = self._held.get(claim)
+        held, self._seen = self._held.get(claim), time.monotonic()
         if held is None:
             raise ServiceError(
                 404, "unknown_claim", f"claim {claim} is not held: it has ended, or was held longer than dock.lease_s"

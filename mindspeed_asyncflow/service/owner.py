@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mindspeed_asyncflow.errors import ServiceError
+from mindspeed_asyncflow.errors import ServiceError, WorkerLost
 from mindspeed_asyncflow.service.experience import NOTHING, columns_of, floats
 from mindspeed_asyncflow.service.outside import Outside
 from mindspeed_asyncflow.service.prompts import encoded
@@ -152,33 +153,56 @@ class Owner:
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     async def weight_sync(self, version: int | None, timeout_s: float) -> Mapping[str, Any]:
-        run = self.running()
-        wanted = run.window.version if version is None else version
-        if not 0 <= wanted <= self.config.trainer.steps:
-            raise ServiceError(
-                422, "version", f"version {wanted}: versions are 0 to trainer.steps {self.config.trainer.steps}"
-            )
-        if self.outside.gate is not None:
-            self.outside.gate.permit(wanted)
+        """Through a recovery too. A load that has begun goes on when the caller is gone."""
+        steps = self.config.trainer.steps
+        if version is not None and not 0 <= version <= steps:
+            raise ServiceError(422, "version", f"version {version}: versions are 0 to trainer.steps {steps}")
         try:
-            return await in_time(self._served(wanted), timeout_s)
+            return await in_time(self._served(version), timeout_s)
         except asyncio.TimeoutError:
-            sync = self.session.sync
-            raise ServiceError(
-                504, "timeout", f"version {wanted} is not served by all replicas after {timeout_s:g} s: training has "
-                f"made {run.window.version}, published is {run.window.published}; {sync.describe()}"
-            ) from None  # fmt: skip
+            run, wanted = self.session.run, "the newest version" if version is None else f"version {version}"
+            stands = "no loop runs at the moment: the run recovers or ends"
+            if run is not None and not run.over:
+                made = f"training has made {run.window.version}, published is {run.window.published}"
+                stands = f"{made}; {self.session.sync.describe()}"
+            said = f"{wanted} is not served by all replicas after {timeout_s:g} s: {stands}"
+            raise ServiceError(504, "timeout", said) from None
 
-    async def _served(self, wanted: int) -> Mapping[str, Any]:
+    async def _served(self, version: int | None) -> Mapping[str, Any]:
         """Every replica with devices of its own loads it at once if it has it not; the others in their turn."""
+        run: Run | None = None
+        wanted = 0
         while True:
-            run, sync = self.running(), self.session.sync
-            if run.window.published >= wanted:
-                own = [i for i in self.session.rollouts if not self.session.turns.shares(i)]
-                await sync.bring_all_up(i for i in own if sync.served[i] < wanted)
-                served = {f"rollout{i}": sync.served[i] for i in sorted(own)}
-                if all(v >= wanted for v in served.values()):
-                    newest = sync.newest
+            found = self.session.run
+            if found is not None and not found.over:  # else it recovers, or ends, and this call with it
+                if found is not run:
+                    run, wanted = found, found.window.version if version is None else version
+                    if self.outside.gate is not None:
+                        self.outside.gate.permit(wanted)
+                if found.window.published >= wanted and (served := await self._all_serve(found, wanted)):
+                    newest = self.session.sync.newest
                     assert newest is not None
                     return {"version": newest.version, "fingerprint": newest.fingerprint, "replicas": served}
             await asyncio.sleep(LOOK_S)
+
+    async def _all_serve(self, run: Run, wanted: int) -> dict[str, int] | None:
+        """The versions that replicas serve, or None as long as one has not got `wanted`."""
+        sync, own = self.session.sync, [i for i in self.session.rollouts if not self.session.turns.shares(i)]
+        behind = [self._load(run, i) for i in own if sync.served[i] < wanted]
+        if behind:
+            await asyncio.wait(behind)
+        if any(load.cancelled() or load.exception() is not None for load in behind):
+            return None  # the run ends with it
+        served = {f"rollout{i}": sync.served[i] for i in sorted(own)}
+        return served if all(v >= wanted for v in served.values()) else None
+
+    def _load(self, run: Run, index: int) -> asyncio.Task[None]:
+        """In a task of the run, which ends with weights that are wrong, and does not break off with the caller."""
+        loading = self.outside.loading.get(index)
+        if loading is None or loading.done():
+            loading = self.outside.loading[index] = run.job.spawn(self._bring_up(index))
+        return loading
+
+    async def _bring_up(self, index: int) -> None:
+        with contextlib.suppress(WorkerLost):  # its loops are told by others
+            await self.session.sync.bring_all_up([index])

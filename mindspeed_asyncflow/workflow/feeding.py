@@ -53,6 +53,11 @@ class Feeder:
         if self.ready is not None and (lacks := self._size() - len(self._left)) > 0:
             await self.ready(lacks)
 
+    @property
+    def holds(self) -> int:
+        """Prompts that are taken from the data and not issued yet."""
+        return len(self._left)
+
     def _size(self) -> int:
         """Groups of the next batch: what earlier steps left over is not issued again."""
         step = self.job.config.groups_issued_per_step

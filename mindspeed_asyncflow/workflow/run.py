@@ -116,6 +116,7 @@ class Run:
                 _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
                 for task in left:  # a wait that ended in the same moment may have eaten the first one
                     task.cancel()
+            self.training.between.close()
         if self._failed.done():
             self._failed.result()
         self.job.events.note("ended", open=self.book.open_groups())

@@ -255,6 +255,13 @@ class Training:
         groups = ask.get("group_ids") or book.pending()
         return sum(map(book.is_scored, groups)) >= ask["at_least"]
 
+    def lacks_scores(self) -> bool:
+        """Whether the running step has trained all that is scored and needs more."""
+        job, w = self.job, self.job.config.workflow
+        pending = job.book.pending(None if w.take == "ready" else job.step)
+        needs = min(w.groups_per_step - self.feeder.taken, len(pending))
+        return sum(map(job.book.is_scored, pending)) < needs
+
     def _chunk(self) -> int:
         """Groups that are claimed at once."""
         return self.job.config.workflow.groups_per_step if self.whole else self.stream

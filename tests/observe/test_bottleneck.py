@@ -9,6 +9,7 @@ from mindspeed_asyncflow.config import describe_keys, parse_config
 from mindspeed_asyncflow.observe.bottleneck import MOST_LAG, Sizes, averaged, bottleneck, kind, whole_run
 
 ONE_NODE = Sizes(replicas=2, data_parallel=2)
+DRIVEN = Sizes.of(parse_config("service: {prompts: client, rewards: client}"))
 
 
 def said(trainer, rollout, sizes=ONE_NODE, **more):
@@ -48,6 +49,16 @@ def said(trainer, rollout, sizes=ONE_NODE, **more):
             said(0.6, 0.5, Sizes(shared=True)),
             "taking turns: rollout 50 %, trainer 40 %, neither 10 % of the time",
         ),
+        (
+            said(0.9, 0.9, DRIVEN),
+            "waiting for the client: trainer waits 90 %, rollout waits 90 % (service.prompts, service.rewards)",
+        ),
+        (
+            said(0.9, 0.9, DRIVEN, **{"queue/reward": 200}),
+            "waiting for the client: trainer waits 90 %, 200 answers wait for its rewards; try to score several groups "
+            "at the same time",
+        ),
+        (said(0.31, 0.02, DRIVEN), "rollout-bound: trainer waits 31 %; try rollout.replicas 2"),
         (bottleneck({"idle/trainer": 0.5}, ONE_NODE), ""),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,9 @@ from mindspeed_asyncflow.errors import ClaimLost, ConfigError, DeadlineExceeded,
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.service import serving
 from mindspeed_asyncflow.service.api import RunApi, told
+from mindspeed_asyncflow.service.experience import NOTHING
 from mindspeed_asyncflow.service.outside import RUNNING, Outside
+from mindspeed_asyncflow.service.owner import Owner
 
 
 def code_of(work):
@@ -129,6 +132,28 @@ def test_a_caller_that_goes_away_ends_its_call_and_what_it_had_got_is_given_back
 
     asyncio.run(main())
     assert undone == [7]
+
+
+def test_nothing_has_every_column_that_was_asked_for(running, monkeypatch):
+    async def get(*asked):
+        return NOTHING
+
+    monkeypatch.setattr(Owner, "get", get)
+    found = asyncio.run(running[0].get_experience_data("alice", "reward", ["response", "truth"], 1, 1.0))
+    assert found.claim == 0 and found.columns == {"response": [], "truth": []} and not len(found.rows)
+
+
+def test_a_stop_that_waits_for_its_own_caller_says_so_and_counts_as_a_call_until_then(running):
+    api, outside = running
+    silent = []
+
+    def unattended():
+        silent.append(outside.presence.silent_s)
+        return "3 groups wait" if len(silent) > 2 else ""
+
+    outside.rewards = SimpleNamespace(unattended=unattended)
+    assert code_of(api.stop("alice", False)) == (409, "waits_for_you")
+    assert outside.stopping and silent == [0, 0, 0] and not api.stopped.is_set()
 
 
 def test_others_do_not_keep_a_run_alive_whose_client_is_silent(running):

@@ -1,19 +1,21 @@
 """The loops of a run that somebody drives from outside: prompts that come late, answers that come with them, a gate."""
 
 import asyncio
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mindspeed_asyncflow.config.schema import Config
-from mindspeed_asyncflow.errors import ClientSilent
+from mindspeed_asyncflow.errors import ClientSilent, WeightSyncError
 from mindspeed_asyncflow.records import Completion, VersionSpan
 from mindspeed_asyncflow.service.intake import ClientPrompts
-from mindspeed_asyncflow.service.outside import Gate
+from mindspeed_asyncflow.service.outside import Gate, Outside
 from mindspeed_asyncflow.service.presence import Presence
 from mindspeed_asyncflow.workflow.book import Issue
 from mindspeed_asyncflow.workflow.given import Given
-from tests.workflow.fakes import FakeRollout, FakeTrain, run_loops
+from tests.workflow.fakes import FakePool, FakeRollout, FakeTrain, run_loops
 
 
 def config(steps=4, max_lag=1, **more):
@@ -154,6 +156,109 @@ def test_replicas_serve_no_version_that_the_client_has_not_asked_for(tmp_path):
 
     out = drive(tmp_path, config(), feed, gate=Watching)
     assert [version for version, _ in seen] == [1, 2, 3, 4] and out.run.window.published == 4
+
+
+def real_gate(outsides):
+    """The gate of a run whose `Outside` is appended to `outsides`."""
+
+    def gate(run, presence):
+        outside = Outside(run.config, None)
+        outside.session, outside.prompts = SimpleNamespace(run=run), run.feeder.ready.__self__
+        outsides.append(outside)
+        return Gate(presence, outside._ends)
+
+    return gate
+
+
+async def version_made(run, version):
+    while run.window.version < version:
+        await asyncio.sleep(0.001)
+
+
+def test_a_stop_needs_no_notification(tmp_path):
+    outsides = []
+
+    async def feed(run, stream):
+        stream.add([issue(number) for number in range(40)], last=False)
+        await version_made(run, 2)  # further it does not get before version 1 is published
+        outsides[0].stop(now=False)
+
+    out = drive(tmp_path, config(steps=9), feed, gate=real_gate(outsides), limit_s=1.5)
+    steps = len(out.notes.trained())
+    assert 2 <= steps < 9 and out.run.window.trained == out.run.window.issued == 8 * steps
+
+
+def test_the_end_of_the_prompts_needs_no_notification_and_prompts_that_are_left_do(tmp_path):
+    published = []
+
+    async def feed(run, stream):
+        stream.add([issue(number) for number in range(12)], last=True)
+        await version_made(run, 2)
+        await asyncio.sleep(0.3)
+        published.append(run.window.published)
+        run.training.permitted.__self__.permit(1)
+
+    out = drive(tmp_path, config(steps=9), feed, gate=real_gate([]), limit_s=1.5)
+    assert published == [0] and len(out.notes.trained()) == 3 and out.run.window.published == 3
+
+
+def test_what_is_asked_for_is_refused_when_the_loops_end(tmp_path):
+    told = []
+
+    async def feed(run, stream):
+        async def for_ever(step):
+            told.append("begun")
+            await asyncio.sleep(60)
+
+        async def never(step):
+            told.append("never")
+
+        for work in (for_ever, never):
+            run.training.between.ask(work).add_done_callback(lambda asked: told.append(asked.exception().code))
+        while not told:
+            await asyncio.sleep(0.001)
+        raise RuntimeError("a loop breaks")
+
+    with pytest.raises(RuntimeError, match="a loop breaks"):
+        drive(tmp_path, config(), feed)
+    assert told == ["begun", "recovering", "recovering"]
+
+
+def test_wrong_weights_that_somebody_outside_finds_end_the_run(tmp_path):
+    told = []
+
+    async def feed(run, stream):
+        async def work(step):
+            raise WeightSyncError("other weights")
+
+        run.training.between.ask(work).add_done_callback(lambda asked: told.append(str(asked.exception())))
+        await asyncio.sleep(60)
+
+    with pytest.raises(WeightSyncError, match="other weights"):
+        drive(tmp_path, config(), feed)
+    assert told == ["other weights"]
+
+
+def test_a_step_lacks_scores_when_its_answers_wait_for_them(tmp_path):
+    may, saw = threading.Event(), []
+
+    class Slow(FakePool):
+        def score(self, *asked):
+            assert may.wait(20)
+            return super().score(*asked)
+
+    async def feed(run, stream):
+        assert not run.training.lacks_scores()
+        stream.add([issue(number) for number in range(4)], last=True)
+        while not run.book.count():
+            await asyncio.sleep(0.001)
+        saw.append(run.training.lacks_scores())
+        may.set()
+        await version_made(run, 1)
+        saw.append(run.training.lacks_scores())
+
+    drive(tmp_path, config(), feed, pool=Slow())
+    assert saw == [True, False]
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
