@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     @contextlib.contextmanager
     def offer(verbs: Verbs) -> Iterator[None]:
-        with offered(verbs, Tenants(tokens), listening) as address:
+        with offered(verbs, Tenants(tokens, arguments.host), listening) as address:
             print(f"listening on {address} (what it offers: {address}/docs)", flush=True)
             yield
 
@@ -107,4 +107,9 @@ def _tokens(arguments: argparse.Namespace, config: Config) -> dict[str, str] | N
             raise ConfigError(f"{arguments.tenants} and {path} do not agree on the token of {OWNER!r}")
         tokens[OWNER] = token
         print(f"token of {OWNER}: {token} (shown once; it is in {path})" if new else f"token: {path}", flush=True)
+    if arguments.start and OWNER not in tokens:
+        raise ConfigError(
+            f"--start begins the run of {OWNER!r}, for whom there is no token: add a line {OWNER}:TOKEN to "
+            f"{arguments.tenants}, or give --token-file"
+        )
     return tokens

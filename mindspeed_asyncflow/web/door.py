@@ -6,7 +6,7 @@ from typing import Any
 
 from mindspeed_asyncflow.errors import ServiceError
 from mindspeed_asyncflow.web import wire
-from mindspeed_asyncflow.web.limits import Limits, Load, inspected, soon
+from mindspeed_asyncflow.web.limits import Body, Limits, Load, inspected
 from mindspeed_asyncflow.web.security import Tenants
 
 OPEN = ("/", "/docs", "/openapi.json", "/health")  # say nothing of a run
@@ -31,20 +31,20 @@ class Door:
             size, longest = inspected(scope["headers"], self._limits)
             is_open = scope["path"] in OPEN and scope["method"] in ("GET", "HEAD")
             tenant = "" if is_open else self._tenants.admit(dict(scope["headers"]))
-            with self._load.call(tenant), self._load.body(size, longest) as body:
+            with self._load.call(tenant), self._load.body(tenant, size, longest) as body:
                 scope.setdefault("state", {})[TENANT] = tenant
                 await self._app(scope, self._watched(receive, body), send)
         except ServiceError as error:
             await refuse(error, scope["path"], send)
 
-    def _watched(self, receive: Any, body: Any) -> Any:
+    def _watched(self, receive: Any, body: Body) -> Any:
         whole = False
 
         async def watched() -> Any:
             nonlocal whole
             if whole:
                 return await receive()
-            message = await soon(receive, self._limits)
+            message = await body.next(receive)
             if message["type"] == "http.request":
                 whole = not message.get("more_body", False)
                 body.add(len(message.get("body", b"")))

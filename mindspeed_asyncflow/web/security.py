@@ -25,14 +25,16 @@ _LOCAL_HOSTS = {"localhost", "127.0.0.1", "[::1]"}
 class Tenants:
     """Tokens to tenants. Of a token only its digest is kept, and every one is compared, in constant time."""
 
-    def __init__(self, tokens: Mapping[str, str] | None) -> None:
-        """`tokens`: tenant -> token; None: whoever reaches the server is the owner."""
+    def __init__(self, tokens: Mapping[str, str] | None, host: str = "localhost") -> None:
+        """`tokens`: tenant -> token; None: whoever reaches the server is the owner, if it names `host`, on which the
+        server listens, or another name of this machine."""
+        self._hosts = _LOCAL_HOSTS | {f"[{host}]" if ":" in host else host}
         self._digests = None if tokens is None else {name: _digest(token) for name, token in tokens.items()}
 
     def admit(self, headers: Mapping[bytes, bytes]) -> str:
         """The tenant of a request with these headers. Raises `ServiceError` 401 or 403."""
         if self._digests is None:
-            return _local(headers)
+            return _local(headers, self._hosts)
         kind, _, token = headers.get(b"authorization", b"").partition(b" ")
         digest = hashlib.sha256(token.strip()).digest()
         found = [name for name, known in self._digests.items() if hmac.compare_digest(known, digest)]
@@ -41,11 +43,11 @@ class Tenants:
         return found[0]
 
 
-def _local(headers: Mapping[bytes, bytes]) -> str:
+def _local(headers: Mapping[bytes, bytes], hosts: set[str]) -> str:
     """Without a token, a page in a browser of this machine must not be able to call: it names its origin, or a host
     name of its own that it lets point to here."""
     host = re.sub(r":\d*$", "", headers.get(b"host", b"").decode("latin-1"))
-    if host not in _LOCAL_HOSTS or b"origin" in headers:
+    if host not in hosts or b"origin" in headers:
         raise ServiceError(403, "not_local", "a server without a token answers programs on its own machine only")
     return OWNER
 

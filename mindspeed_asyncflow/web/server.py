@@ -43,7 +43,8 @@ class Listening:
             raise ConfigError("--tls-cert and --tls-key go together: one is missing")
         if self.tls_cert is not None and self.tls_key is not None:
             try:
-                ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.tls_cert, self.tls_key)
+                context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+                context.load_cert_chain(self.tls_cert, self.tls_key, password=_no_password)
             except (OSError, ssl.SSLError) as error:
                 raise ConfigError(f"--tls-cert {self.tls_cert} with --tls-key {self.tls_key}: {error}") from error
 
@@ -51,6 +52,11 @@ class Listening:
         """With the port that was got."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.tls_cert else 'http'}://{host}:{port}"
+
+
+def _no_password() -> bytes:
+    """For OpenSSL, which would ask at the terminal."""
+    raise ConfigError("the key is encrypted; write it without a password: openssl pkey -in KEY -out NEW")
 
 
 @contextlib.contextmanager

@@ -83,6 +83,25 @@ def test_tenants_are_those_of_the_file(called, capsys, tmp_path):
     assert not (tmp_path / "runs" / "service.token").exists()
 
 
+def test_a_run_that_begins_at_once_has_an_owner_who_can_call(called, capsys, tmp_path):
+    tenants = tmp_path / "tenants"
+    tenants.touch(mode=0o600)
+    tenants.write_text(f"guest:{SECRET}\n")
+    code, seen = called("--tenants", "tenants", "--start")
+    assert code == 2 and not seen and "a line owner:TOKEN to tenants, or give --token-file" in capsys.readouterr().err
+    assert called("--tenants", "tenants", "--start", "--token-file", "mine")[0] == 7
+    assert called("--tenants", "tenants")[0] == 7
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
+def test_without_a_token_programs_of_this_machine_call_by_the_address_listened_on(called, capsys, host):
+    def ask():
+        with Client(address(capsys.readouterr().out)) as client:
+            assert client.status()["state"] == "waiting"
+
+    assert called("--no-token", "--host", host, while_offered=ask)[0] == 7
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -44,5 +44,6 @@ def test_the_limits_of_the_page_are_those_of_the_server():
         f"at the same time | {told.at_once} |",
         f"{told.headers}, {HEADER_BYTES >> 10} KiB together",
         f"body | {told.pause_s:.0f} s",
+        f"slower than {told.body_rate / 1024:.0f} KiB/s | {told.body_s:.0f} s",
     ):
         assert words in PAGE, words

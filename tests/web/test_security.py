@@ -1,5 +1,6 @@
 """Who is let in, what is refused before it is read, and the files that tokens lie in."""
 
+import asyncio
 import os
 import socket
 import ssl
@@ -13,7 +14,7 @@ import pytest
 from mindspeed_asyncflow.errors import ConfigError, PlatformError, ServiceError
 from mindspeed_asyncflow.web import server
 from mindspeed_asyncflow.web.client import Client
-from mindspeed_asyncflow.web.limits import Limits
+from mindspeed_asyncflow.web.limits import Limits, Load
 from mindspeed_asyncflow.web.security import OWNER, Tenants, is_loopback, owner_token, read_tenants
 from mindspeed_asyncflow.web.server import Listening, offered
 from tests.web.fakes import FakeVerbs
@@ -133,6 +134,39 @@ def test_a_body_that_stops_coming_is_given_up(url):
     assert "408" in answer[:20] and "slow_body" in answer
 
 
+def test_bodies_of_one_tenant_shut_no_other_one_out():
+    load = Load(Limits(held_bytes=100))
+    with load.body("guest", 60, 100), load.body("owner", 60, 100):
+        with pytest.raises(ServiceError, match="your bodies") as refused, load.body("guest", 60, 100):
+            pass
+        assert (refused.value.status, refused.value.code) == (429, "busy")
+    with load.body("guest", 100, 100):
+        pass
+
+
+@pytest.mark.parametrize(("size", "messages"), [(1, 7), (1 << 20, 60), (2 << 20, 100)])
+def test_a_body_that_comes_drop_by_drop_is_given_up(monkeypatch, size, messages):
+    """Each message takes 9 s."""
+    clock = {"now": 0.0}
+    monkeypatch.setattr("mindspeed_asyncflow.web.limits.now", lambda: clock["now"])
+
+    async def receive():
+        clock["now"] += 9.0
+        return {"type": "http.request", "body": bytes(size), "more_body": True}
+
+    async def main():
+        with Load(Limits()).body("guest", None, 1 << 30) as body:
+            for count in range(100):
+                try:
+                    await body.next(receive)
+                except ServiceError as error:
+                    assert (error.status, error.code) == (408, "slow_body") and "slower than 128 KiB/s" in str(error)
+                    return count
+        return 100
+
+    assert asyncio.run(main()) == messages
+
+
 def test_many_headers_are_refused(url):
     headers = {f"x-{n}": "y" for n in range(70)} | {"Authorization": f"Bearer {TOKEN}"}
     assert httpx.get(url + "/api/status", headers=headers, trust_env=False).status_code == 431
@@ -201,6 +235,15 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path):
     ):
         with pytest.raises(ConfigError, match=words):
             listening.check()
+
+
+def test_an_encrypted_key_is_named_and_nobody_is_asked_for_its_password(tmp_path):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    command += ["-passout", "pass:secret", "-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", "/CN=x"]
+    subprocess.run(command, check=True, capture_output=True)
+    with pytest.raises(ConfigError, match="encrypted"):
+        Listening(tls_cert=cert, tls_key=key).check()
 
 
 def test_a_port_that_is_taken_is_named():
