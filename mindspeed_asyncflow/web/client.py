@@ -166,6 +166,20 @@ class Client(_Methods):
         raise AssertionError("the last try returns or raises")
 
     def _stream(self, call: Call) -> Iterator[dict[str, Any]]:
+        """Begun again for some seconds where the server is not there, or not ready, and nothing has come."""
+        begun = False
+        for pause_s in (*PAUSES_S, None):
+            try:
+                for told in self._lines(call):
+                    begun = True
+                    yield told
+                return
+            except (PlatformError, ServiceError) as error:
+                if pause_s is None or begun or not _not_now(error):
+                    raise
+                time.sleep(pause_s)
+
+    def _lines(self, call: Call) -> Iterator[dict[str, Any]]:
         try:
             with self._http.stream(
                 call.method, call.path, content=call.content, headers=call.headers, timeout=_timeout(SILENCE_S)
@@ -255,6 +269,19 @@ class AsyncClient(_Methods):
         raise AssertionError("the last try returns or raises")
 
     async def _stream(self, call: Call) -> AsyncIterator[dict[str, Any]]:
+        begun = False
+        for pause_s in (*PAUSES_S, None):
+            try:
+                async for told in self._lines(call):
+                    begun = True
+                    yield told
+                return
+            except (PlatformError, ServiceError) as error:
+                if pause_s is None or begun or not _not_now(error):
+                    raise
+                await asyncio.sleep(pause_s)
+
+    async def _lines(self, call: Call) -> AsyncIterator[dict[str, Any]]:
         try:
             async with self._http.stream(
                 call.method, call.path, content=call.async_content, headers=call.headers, timeout=_timeout(SILENCE_S)
@@ -315,6 +342,11 @@ def _meant(call: Call, response: httpx.Response, content: bytes) -> Any:
         if error.status in (408, 504):
             raise DeadlineExceeded(f"{call.path}: {error}") from error
         raise
+
+
+def _not_now(error: Exception) -> bool:
+    """Whether the server is not there, or refused the call before anything was done."""
+    return isinstance(error, PlatformError) or (isinstance(error, ServiceError) and error.status in NOT_NOW)
 
 
 def _raise_unless_again(error: httpx.HTTPError, call: Call, pause_s: float | None) -> None:
