@@ -173,7 +173,7 @@ def _state(
     if summary:
         error = str(summary.get("error") or "")
         if error.startswith("Interrupted"):
-            return "stopped", "by a signal"
+            return "stopped", "by its client" if "by its client" in error else "by a signal"
         return ("failed", error) if error else ("ended", str(summary.get("note") or ""))
     lives = driver()
     if lives is False:

@@ -134,7 +134,8 @@ def _opening(summary: Mapping[str, Any]) -> str:
     steps, took = summary.get("steps", 0), duration(summary.get("wall_s"))
     what = f"{summary.get('model', 'the policy')} on {summary['task']}" if summary.get("task") else "the policy"
     if _interrupted(summary):
-        return f"Stopped by a signal after {steps} steps and {took}."
+        whom = "its client" if "by its client" in str(summary["error"]) else "a signal"
+        return f"Stopped by {whom} after {steps} steps and {took}."
     if summary.get("error"):
         return f"The run FAILED after {steps} steps and {took}: {summary['error']}"
     return f"Trained {what} for {steps} steps in {took}."

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed_asyncflow.errors import ServiceError
+from mindspeed_asyncflow.errors import CheckpointError, ServiceError
 from mindspeed_asyncflow.observe import checkpoints
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.reshard.hf_folder import export_hf
@@ -78,8 +78,18 @@ async def checkpoint(outside: Outside, timeout_s: float) -> Mapping[str, Any]:
             await session.save(step)
         return step
 
+    until = now() + timeout_s
     step = await _between(outside, work, timeout_s, "checkpoint")
-    path = await in_time(session.saved(step), session.config.checkpoint.timeout_s)
+    try:
+        path = await in_time(session.saved(step), max(0.0, until - now()))
+    except (TimeoutError, asyncio.TimeoutError):
+        raise ServiceError(
+            504, "timeout", f"the checkpoint of step {step} is not written in {timeout_s:g} s: it goes on, ask again"
+        ) from None
+    except CheckpointError as error:
+        if session.unsaved:
+            raise
+        raise ServiceError(503, "recovering", f"{error}: the run begins again at an earlier one; ask again") from error
     return {"step": step, "path": str(path)}
 
 
@@ -128,12 +138,19 @@ async def records(outside: Outside, since: int) -> AsyncIterator[Mapping[str, An
     path, next_step, at = outside.folder.metrics, since, 0
     while True:
         over = outside.over.is_set()
-        lines, at = await asyncio.to_thread(_lines_from, path, at)
+        lines, end = await asyncio.to_thread(_lines_from, path, at)
         for line in lines:
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except ValueError:
+                if not at:
+                    raise
+                end, over = 0, False  # the file was cut back, and has grown beyond `at` meanwhile
+                break
             if record["step"] >= next_step:
                 next_step = record["step"] + 1
                 yield record
+        at = end
         if over:
             return
         await asyncio.sleep(LOOK_S)

@@ -90,7 +90,9 @@ class Outside:
         if checkpoint is not None and not self.folder.prompts.exists():
             theirs = RunFolder(checkpoint.parent.parent).prompts
             if theirs.is_file():
-                shutil.copyfile(theirs, self.folder.prompts)
+                partial = self.folder.prompts.with_suffix(".partial")
+                shutil.copyfile(theirs, partial)
+                partial.replace(self.folder.prompts)
         batch = self.config.workflow.groups_per_step
         self.prompts = ClientPrompts(self.folder.prompts, batch, self.presence.wait)
 

@@ -68,6 +68,7 @@ def test_before_the_first_step_there_is_only_a_state(folder):
         ({"error": "", "note": "data ends after 3 steps"}, False, "ended", "data ends"),
         ({"error": "WorkerLost: rollout0 died"}, False, "failed", "rollout0 died"),
         ({"error": "Interrupted: stopped by a signal"}, False, "stopped", "signal"),
+        ({"error": "Interrupted: stopped by its client"}, False, "stopped", "by its client"),
         (None, False, "lost", "--run-folder"),
         (None, None, "running", "this node"),
         ({"error": ""}, True, "ended", ""),

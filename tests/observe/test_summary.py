@@ -97,6 +97,8 @@ def test_words_of_a_run_that_failed_before_the_first_step_give_the_root_error(tm
 def test_words_of_an_interrupted_run_point_to_no_error(tmp_path):
     words = closing_words(GOOD | {"error": "Interrupted: stopped by a signal"}, tmp_path)
     assert words.startswith("Stopped by a signal after 60 steps")
+    by_client = closing_words(GOOD | {"error": "Interrupted: stopped by its client"}, tmp_path)
+    assert by_client.startswith("Stopped by its client after 60 steps")
     assert "error" not in words and "log.txt" not in words and "report.html" in words
 
 
