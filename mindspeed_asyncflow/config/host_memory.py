@@ -9,6 +9,7 @@ from typing import Literal
 
 from mindspeed_asyncflow.config.feasibility import DTYPE_BYTES, in_place, on_npu, own_replicas, sharing_replicas
 from mindspeed_asyncflow.config.machine import MIB, Machine
+from mindspeed_asyncflow.config.mindspeed import master_bytes
 from mindspeed_asyncflow.config.model import ModelShape
 from mindspeed_asyncflow.config.schema import Config
 
@@ -48,23 +49,21 @@ class _State:
     count: int  # parameters
     experts: int  # of them in routed experts
     width: int
+    moments: int  # bytes for each parameter, with what its master takes
 
     @classmethod
     def of(cls, config: Config, model: ModelShape | None) -> _State:
         experts = model.expert_parameters if model else 0
-        return cls(model.parameters if model else 0, experts, DTYPE_BYTES[config.model.dtype])
+        width = DTYPE_BYTES[config.model.dtype]
+        return cls(model.parameters if model else 0, experts, width, 8 + master_bytes(config))
 
     def kept(self, config: Config) -> int:
-        """Weights, two moments, and fp32 masters beside bf16 weights, over all trainer ranks: EP ranks share experts,
-        the distributed optimizer keeps moments and masters once."""
+        """Weights, two moments, and what masters take beside bf16 weights, over all trainer ranks: EP ranks share
+        experts, the distributed optimizer keeps moments and masters once."""
         t = config.trainer
         copies = t.data_parallel * t.context_parallel
         weights = copies * (self.count - self.experts) + copies // min(copies, t.expert_parallel) * self.experts
         return weights * self.width + (self.count if t.distributed_optimizer else weights) * self.moments
-
-    @property
-    def moments(self) -> int:
-        return 8 + (4 if self.width == 2 else 0)
 
 
 def memory_bytes(config: Config, machine: Machine, model: ModelShape | None) -> dict[str, int]:

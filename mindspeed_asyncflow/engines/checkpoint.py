@@ -38,6 +38,13 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", to
 MASTER = "master"
 
 
+class Apart(NamedTuple):
+    """A float32 copy that is not kept as one: how it is made and taken, flat."""
+
+    read: Callable[[], torch.Tensor]
+    write: Callable[[torch.Tensor], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """What this rank's optimizer has of one weight: a parameter, or an expert's part of one."""
@@ -48,6 +55,7 @@ class Share:
     copied: bool  # it is a copy
     state: MutableMapping[str, Any]  # moments by name; empty before the first step
     sharded: bool  # over data-parallel ranks
+    apart: Apart | None = None  # has the copy; `main` has its shape only
 
 
 class Trained(Protocol):
@@ -81,6 +89,7 @@ class _Held(NamedTuple):
     name: str  # of the parameter
     start: int  # its first element there
     tensor: torch.Tensor
+    read: Callable[[], torch.Tensor] | None = None  # gives its elements; None: they are in it
 
 
 @dataclass
@@ -152,9 +161,13 @@ class Checkpointer:
         self._give_up()
         self._platform.synchronize()
         state = self._state()
-        copies = [copy for held in state for copy in self._copies(held)]
+        copies = [copy for held in state if held.read is None for copy in self._copies(held, held.tensor)]
         for host, part in copies:  # nothing else between two copies: it would run with cold caches
             host.copy_(part, non_blocking=True)
+        for held in state:
+            if held.read is not None:  # one at a time: together they may not fit the device
+                for host, part in self._copies(held, held.read()):
+                    host.copy_(part, non_blocking=True)
         self._platform.synchronize()  # the copies are done
         notes = {
             "world": self._world,
@@ -204,18 +217,19 @@ class Checkpointer:
             if not share.sharded and share.name not in self._mine:
                 continue
             if share.copied:
-                found.append(_Held(MASTER, share.name, share.start, share.main.detach()))
+                read = share.apart.read if share.apart else None
+                found.append(_Held(MASTER, share.name, share.start, share.main.detach(), read))
             moments = {kind: value for kind, value in share.state.items() if torch.is_tensor(value)}
             found += [_Held(kind, share.name, share.start, value) for kind, value in moments.items()]
         return found
 
-    def _copies(self, held: _Held) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(host buffer, bytes of the tensor that go there)"""
+    def _copies(self, held: _Held, contents: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(host buffer, bytes of `contents`, the elements of `held`, that go there)"""
         if held.tensor.dtype not in DTYPES:
             raise EngineError(
                 f"{held.kind} of {held.name} is {held.tensor.dtype}; a checkpoint can have {list(DTYPES)}"
             )
-        source = held.tensor.contiguous().view(-1).view(torch.uint8)
+        source = contents.contiguous().view(-1).view(torch.uint8)
         if (host := self._host.get(held[:3])) is None:
             host = self._host[held[:3]] = self._pool.take(source.numel())
         return list(zip(host, source.split([piece.numel() for piece in host])))
@@ -247,7 +261,11 @@ class Checkpointer:
         for share in shares:  # all before the first is filled: several may be parts of one tensor
             share.state.clear()
         for share in shares:
-            if share.copied:
+            if share.apart:
+                whole_copy = torch.empty_like(share.main)
+                self._fill(files, MASTER, share.name, share.start, whole_copy)
+                share.apart.write(whole_copy.view(-1))
+            elif share.copied:
                 self._fill(files, MASTER, share.name, share.start, share.main)
             for kind in kinds:
                 share.state[kind] = torch.empty_like(share.main)

@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass
 
 from mindspeed_asyncflow.config.cluster import ClusterConfig, Device
+from mindspeed_asyncflow.config.mindspeed import master_bytes
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.planner.costs import Costs
 from mindspeed_asyncflow.planner.work import Work
@@ -174,7 +175,7 @@ def _transfers(config: Config, work: Work, speeds: Speeds, width: int, reshard_s
         "load_s": version / (r.tensor_parallel * speeds.host),
     }
     if config.workflow.schedule == "colocated":
-        state = version + work.parameters * (12 + (4 if width == 2 else 0))  # gradients, moments, masters
+        state = version + work.parameters * (12 + master_bytes(config))  # gradients, moments, masters
         moved = state / (t.world_size * speeds.host)
         return parts | {"give_s": moved + reshard_s, "take_s": moved}
     if t.world_size + rollout_devices > speeds.per_node:

@@ -7,6 +7,7 @@ there are stages behind it, itself included (one forward, one backward).
 
 from __future__ import annotations
 
+from mindspeed_asyncflow.config.mindspeed import master_bytes
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.planner.analytic import WIDTH
 from mindspeed_asyncflow.planner.work import Work
@@ -46,11 +47,10 @@ def _rank_bytes(config: Config, work: Work, rank: int) -> dict[str, float]:
     # Optimizer state is cut over the ranks that hold the same weights: of an expert, one in EP ranks.
     ranks = t.data_parallel * t.context_parallel if t.distributed_optimizer else 1
     cut = (dense / ranks + experts / max(1, ranks // t.expert_parallel)) / t.tensor_parallel
-    master = 4 if width == 2 else 0
     return {
         WEIGHTS: local * width,
         GRADIENTS: local * 4,
-        OPTIMIZER: cut * (8 + master),
+        OPTIMIZER: cut * (8 + master_bytes(config)),
         ACTIVATIONS: _activations(config, work, rank, len(layers)),
         BUCKET: bucket_bytes(local * width),
     }

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mindspeed_asyncflow.config import parse_config
-from mindspeed_asyncflow.config.mindspeed import NAMED, REFUSED, rules
+from mindspeed_asyncflow.config.mindspeed import NAMED, REFUSED, master_bytes, rules
 from mindspeed_asyncflow.platforms import mindspeed
 
 
@@ -30,7 +30,6 @@ def test_defaults_are_right_everywhere(platform):
             "moe_overlap",
             r"set trainer\.recompute",
         ),
-        (["mindspeed.reuse_fp32_param=true"], "reuse_fp32_param", r"megatron\.training"),
         (["mindspeed.recompute=[mlp]", "recompute=true"], "recompute", "one of them"),
         (["mindspeed.swap_attention=true", "recompute=true"], "swap_attention", "nothing to swap"),
         (["mindspeed.swap_attention=true", "mindspeed.recompute=[attention]"], "swap_attention", "nothing to swap"),
@@ -52,6 +51,19 @@ def test_ring_is_used_on_every_platform_and_only_with_several_ranks(platform):
     ((level, keys, text),) = found("mindspeed.context_parallel=ring", platform=platform)
     assert (level, keys[0]) == ("warning", "trainer.mindspeed.context_parallel")
     assert "trainer.context_parallel is 1" in text
+
+
+@pytest.mark.parametrize("platform", ["cpu", "npu"])
+def test_masters_are_halved_on_every_platform_and_only_where_there_are_some(platform):
+    of = {}
+    for dtype in ("bfloat16", "float32"):
+        for reuse in ("false", "true"):
+            given = [f"run.platform={platform}", f"model.dtype={dtype}", f"trainer.mindspeed.reuse_fp32_param={reuse}"]
+            config = parse_config("", given)
+            of[dtype, reuse] = master_bytes(config), [(level, keys[0]) for level, keys, _ in rules(config)]
+    key = "trainer.mindspeed.reuse_fp32_param"
+    assert of["bfloat16", "false"] == (4, []) and of["bfloat16", "true"] == (2, [])
+    assert of["float32", "false"] == (0, []) and of["float32", "true"] == (0, [("warning", key)])
 
 
 def test_an_argument_that_no_setting_stands_for_is_passed_on():

@@ -41,6 +41,7 @@ trainer: {total_training_steps: 40, nnodes: 2, n_gpus_per_node: 8, device: npu, 
 """
 MINDSPEED_RL = """
 megatron_training:
+  reuse_fp32_param: true
   stage: ray_grpo
   bf16: true
   tokenizer_name_or_path: /models/small
@@ -161,6 +162,7 @@ def test_mindspeed_rl_keys_arrive_under_our_names():
     assert (c.trainer.pipeline_layers, c.trainer.data_parallel, c.rollout.replicas) == ([7, 5], 2, 4)
     assert (c.algorithm.clip_low, c.algorithm.clip_high) == (0.2, 0.3)
     assert (c.rollout.temperature, c.rollout.max_new_tokens, c.trainer.recompute) == (0.9, 900, True)
+    assert c.trainer.mindspeed.reuse_fp32_param
     assert [(s.name, s.weight) for s in c.reward.scorers] == [("math", 0.75)]
     assert {"data.task", "reward.scorers"} <= keys(made.undecided)
 

@@ -14,6 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from mindspeed_asyncflow.config.schema import TrainerConfig
 from mindspeed_asyncflow.engines.megatron.collect import extreme
 from mindspeed_asyncflow.engines.megatron.export import ExportEntry, global_name, gradient, held_weights
+from mindspeed_asyncflow.engines.megatron.halves import keep_halves
 from mindspeed_asyncflow.engines.training import learning_rate
 from mindspeed_asyncflow.errors import EngineError
 from mindspeed_asyncflow.records import OptimReport
@@ -43,7 +44,10 @@ def make_optimizer(trainer: TrainerConfig, dtype: torch.dtype, models: Sequence[
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
     )
-    return get_megatron_optimizer(config, list(models))
+    optimizer = get_megatron_optimizer(config, list(models))
+    if trainer.mindspeed.reuse_fp32_param and config.bf16:
+        keep_halves(optimizer)
+    return optimizer
 
 
 class GradientStep:

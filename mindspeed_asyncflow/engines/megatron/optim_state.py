@@ -5,13 +5,15 @@ The distributed optimizer of a rank owns a flat range of a parameter, the others
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from mindspeed_asyncflow.engines.checkpoint import Share, random_state_of, random_text
+from mindspeed_asyncflow.engines.checkpoint import Apart, Share, random_state_of, random_text
+from mindspeed_asyncflow.engines.megatron.halves import Halves
 from mindspeed_asyncflow.engines.megatron.optim import GradientStep
 from mindspeed_asyncflow.errors import EngineError
 
@@ -73,14 +75,24 @@ def shares(optimizer: Any, weights: Mapping[str, torch.Tensor]) -> Iterator[Shar
         part, main, start, sharded = owned[id(param)]
         copied = main.untyped_storage().data_ptr() != param.untyped_storage().data_ptr()
         state = part.optimizer.state[main]
+        halves = getattr(part.optimizer, "halves", {}).get(main)
         if param is weight:
-            yield Share(name, start, main, copied, state, sharded)
+            yield Share(name, start, main, copied, state, sharded, _apart(halves, 0, main.numel()))
             continue
         first, last = weight.start, weight.start + weight.numel()  # type: ignore[attr-defined]
         cut = slice(max(first, start) - start, min(last, start + main.numel()) - start)
         if cut.start < cut.stop:  # else other ranks have all of this expert's part
             cut_main = main.detach().view(-1)[cut]
-            yield Share(name, start + cut.start - first, cut_main, copied, _PartOfState(state, main, cut), sharded)
+            apart = _apart(halves, cut.start, cut.stop)
+            state = _PartOfState(state, main, cut)
+            yield Share(name, start + cut.start - first, cut_main, copied, state, sharded, apart)
+
+
+def _apart(halves: Halves | None, first: int, last: int) -> Apart | None:
+    """A range of masters that are kept as halves."""
+    if halves is None:
+        return None
+    return Apart(functools.partial(halves.read, first, last), functools.partial(halves.write, first=first))
 
 
 class _PartOfState(MutableMapping[str, Any]):

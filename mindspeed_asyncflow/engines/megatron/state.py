@@ -18,7 +18,8 @@ def state_by_kind(chunks: Sequence[torch.nn.Module], step: GradientStep) -> dict
     flat fp32 buffers; "optimizer": fp32 master weights where the model has another type, and the moments, which exist
     from the first step on. Bytes of a kind: the sum over its tensors of `untyped_storage().nbytes()`. For P parameters
     on this rank, o bytes each: o * P, 4 * P and (8 + 4 if o < 4) * P, the last divided by the size of the data-parallel
-    group where the distributed optimizer shards it (up to its padding).
+    group where the distributed optimizer shards it (up to its padding). Where halves of masters are kept (halves.py),
+    masters are 2 * P.
     """
     seen: set[int] = set()
     return {
@@ -51,9 +52,10 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.is_stub_optimizer:  # this rank has no parameter of the part
             continue
+        halves = getattr(part.optimizer, "halves", {})
         for group in part.optimizer.param_groups:
             for param in group["params"]:
-                yield param.data
+                yield halves[param].low if param in halves else param.data
                 yield from (value for value in part.optimizer.state.get(param, {}).values() if torch.is_tensor(value))
 
 

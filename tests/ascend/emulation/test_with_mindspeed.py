@@ -102,6 +102,13 @@ def test_a_checkpoint_of_one_platform_goes_on_on_the_other(models, tmp_path, siz
     near(here, there, *((1e-5,) if dtype == "float32" else (2e-2, 2**-7)))  # one unit in the last place of bfloat16
 
 
+def test_halves_of_masters_change_nothing_under_the_optimizer_of_mindspeed(models, tmp_path):
+    job = {"model": models["qwen3"], "dtype": "bfloat16", "steps": 3}
+    sizes = ({}, {"mindspeed": {"reuse_fp32_param": True}})
+    whole, halved = (run_ranks(tmp_path / str(len(s)), {**job, "sizes": s}, emulated=True) for s in sizes)
+    assert all(whole[name] == halved[name] for name in ("losses", "norms", "weights")) and whole["norms"][-1] > 0
+
+
 @pytest.mark.parametrize(
     "sizes",
     [

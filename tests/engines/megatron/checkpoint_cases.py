@@ -83,7 +83,7 @@ def pause_over_copy(rank: int, folder: str, samples: list, out: str, times: int)
             pauses.append(time.perf_counter() - began)
             moved = counted or moved
             files = made.finish_save()
-            tensors = [tensor for _, _, _, tensor in made._checkpointer._state()]
+            tensors = [held.tensor for held in made._checkpointer._state()]
             hosts = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
             for host, tensor in zip(hosts, tensors):  # touched once, as the pool's buffers are
                 host.copy_(tensor)
