@@ -69,7 +69,6 @@ class ServiceConfig(Section):
         256, ge=0, description="Most requests that wait for room at the replicas; more are refused (429)."
     )
 
-
     @property
     def by_client(self) -> list[str]:
         """Settings by which the run waits for a client."""

@@ -63,7 +63,7 @@ def test_commands_of_the_page_are_found():
 
 def test_every_setting_that_is_named_exists():
     known = {doc.path for doc in keys.describe_keys()}
-    named = set(re.findall(rf"(?<![\w/])(?:{SECTIONS})\.[a-z_]+(?:\.[a-z_*]+)*\*?", PAGE))
+    named = set(re.findall(rf"(?<![\w/])(?:{SECTIONS})\.[a-z0-9_]+(?:\.[a-z0-9_*]+)*\*?", PAGE))
     assert len(named) > 15
     for key in named:
         prefix = key.partition("*")[0]
