@@ -81,8 +81,8 @@ class StepBook:
         )
 
     def add(self, batch: int, groups: Sequence[Sequence[PromptRow]]) -> None:
-        """The dock holds these groups of `batch` now."""
-        ids = [group[0].group_id for group in groups]
+        """The dock holds these groups of `batch` now; those that have left the book before this was known, it does not."""
+        ids = [group[0].group_id for group in groups if group[0].group_id in self._groups]
         self._put.update(ids)
         self._open[batch] += len(ids)
         self.epoch = max([self.epoch, *(group[0].epoch for group in groups)])
@@ -151,14 +151,20 @@ class StepBook:
         """The group is trained or dropped; returns its batch and prompt."""
         opened = self._groups.pop(group_id)
         self.tell()
-        self._put.discard(group_id)
-        self._open[opened.batch] -= 1
-        if not self._open[opened.batch]:
-            del self._open[opened.batch]
+        if group_id in self._put:  # the news of its put may come after those of what became of it
+            self._put.discard(group_id)
+            self._open[opened.batch] -= 1
+            if not self._open[opened.batch]:
+                del self._open[opened.batch]
         return opened.batch, opened.issue
 
     def is_open(self, group_id: int) -> bool:
+        """Neither trained nor dropped, and in the dock."""
         return group_id in self._put
+
+    def knows(self, group_id: int) -> bool:
+        """Neither trained nor dropped; perhaps on its way into the dock."""
+        return group_id in self._groups
 
     def scored(self, group_ids: Sequence[int]) -> None:
         """These groups may be trained."""

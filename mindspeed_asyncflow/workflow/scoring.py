@@ -65,7 +65,7 @@ class Scoring:
                     continue
                 dropped[reason] += int(samples)
                 job.events.note("dropped", group=int(group), samples=int(samples), reason=reason)
-                if job.book.is_open(int(group)) and not job.book.lose(int(group), int(samples)):
+                if job.book.knows(int(group)) and not job.book.lose(int(group), int(samples)):
                     job.book.close_group(int(group))
             if chosen.any():
                 await job.dock.drop_rows(claim.rows[chosen], reason)

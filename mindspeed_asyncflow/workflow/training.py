@@ -214,12 +214,12 @@ class Training:
         """Wait until the scorer has said what it wrote: one that dies in between is asked for it again, which it could
         not be once the rows are trained and freed."""
         book, groups = self.job.book, np.unique(claim.group_ids).tolist()
-        while any(book.is_open(group) and not book.is_scored(group) for group in groups):
+        while any(book.knows(group) and not book.is_scored(group) for group in groups):
             await book.change()
 
     def _not_held(self, claim: Claim) -> Claim:
         """Without rows of groups that this step has taken: a dock pair that was started again offers them anew."""
-        is_open = np.array([self.job.book.is_open(g) for g in claim.group_ids.tolist()], bool)
+        is_open = np.array([self.job.book.knows(g) for g in claim.group_ids.tolist()], bool)
         return claim if is_open.all() else part_of(claim, is_open)
 
     def _wanted(self, step: int) -> dict[str, Any] | None:

@@ -23,6 +23,19 @@ def test_a_dropped_group_leaves_its_batch_and_its_prompt_can_come_back_as_a_new_
     assert book.pending(0) == [1, 2]
 
 
+def test_a_group_that_is_gone_before_the_news_of_its_put_come_is_not_open_afterwards():
+    async def scenario():
+        book = StepBook(group_size=2)
+        groups = book.make_groups(0, [issue(0), issue(1)])
+        assert book.knows(0) and not book.is_open(0)
+        book.close_group(0)
+        book.add(0, groups)
+        return book
+
+    book = asyncio.run(scenario())
+    assert book.pending() == [1] and book.count(0) == book.count() == 1 and not book.knows(0)
+
+
 def test_group_ids_rise_and_members_count_up():
     book = StepBook(group_size=3)
     rows = [row for group in book.make_groups(0, [issue(5), issue(6)]) for row in group]

@@ -105,6 +105,25 @@ def test_groups_of_equal_rewards_are_replaced_so_that_steps_stay_full(tmp_path, 
     check_nothing_lost(out)
 
 
+def test_answers_that_are_scored_before_their_put_is_known_are_dropped_and_trained_as_others(tmp_path):
+    """The dock tells replicas of rows at once, and the feeder a moment later."""
+
+    def before(run):
+        put = run.dock.put_groups
+
+        async def slow(groups):
+            await put(groups)
+            await asyncio.sleep(0.05)
+
+        run.dock.put_groups = slow
+
+    settings = config(steps=4, max_lag=1, algorithm={"dynamic_sampling": True})
+    pool = Graded(lambda key: key % 2 == 0)
+    out = run_loops(settings, tmp_path, prompts_of(1000, 4), pool=pool, before=before)
+    assert [len(rows) for rows in out.train.rows[:4]] == [8] * 4 and out.run.window.dropped["zero_variance"] > 0
+    check_nothing_lost(out)
+
+
 def test_refilling_is_bounded_when_all_rewards_are_equal(tmp_path):
     """B57: every step goes short after workflow.max_refills times its groups, and the run ends."""
     pool = Graded(lambda key: True)
