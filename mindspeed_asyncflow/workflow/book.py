@@ -81,7 +81,7 @@ class StepBook:
         )
 
     def add(self, batch: int, groups: Sequence[Sequence[PromptRow]]) -> None:
-        """The dock holds these groups of `batch` now; those that have left the book before this was known, it does not."""
+        """The dock holds these groups of `batch`, but those that have left the book before this was known."""
         ids = [group[0].group_id for group in groups if group[0].group_id in self._groups]
         self._put.update(ids)
         self._open[batch] += len(ids)

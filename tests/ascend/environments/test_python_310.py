@@ -17,7 +17,10 @@ LIGHT = (
     *("annotated-types", "ml-dtypes", "msgspec", "numpy", "psutil", "pydantic", "pydantic-core", "pyyaml"),
     *("typing-extensions", "typing-inspection"),
 )
-HEAVY = ("megatron", "ray", "torch", "torch_npu", "transformers", "vllm")  # not installed for this
+HEAVY = (  # not installed for this
+    *("megatron", "ray", "torch", "torch_npu", "transformers", "vllm"),
+    *("fastapi", "httpx", "starlette", "uvicorn"),
+)
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in PACKAGE.rglob("*.py")
