@@ -242,12 +242,6 @@ class Config(Section):
         return self.turns.environment is not None or self.service.masks
 
     @property
-    def lease_s(self) -> float:
-        """Of claims of the dock: a client that scores may take longer than a worker."""
-        by_client = self.service.rewards == "client"
-        return max(self.dock.lease_s, 2 * self.service.client_timeout_s) if by_client else self.dock.lease_s
-
-    @property
     def samples_per_step(self) -> int:
         return self.workflow.groups_per_step * self.algorithm.group_size
 

@@ -25,6 +25,7 @@ CLIENT_KEYS = frozenset(
         *("observe.samples_per_step",),
     }
 )
+LARGEST = 2**31 - 1
 
 
 class ServiceConfig(Section):
@@ -76,10 +77,12 @@ class ServiceConfig(Section):
 
 
 def override_lines(overrides: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of `overrides` that a client may not change, in words; nothing where all may be changed."""
-    for key in overrides:
+    """What of `overrides` a client may not change, or not to that, in words; nothing where all may be changed."""
+    for key, value in overrides.items():
         if key not in CLIENT_KEYS:
             yield f"{key} is not a setting that a client may change; these are: {', '.join(sorted(CLIENT_KEYS))}"
+        elif isinstance(value, int | float) and not abs(value) <= LARGEST:
+            yield f"{key} {value!r:.24} is beyond {LARGEST}, the largest number that a client may give"
 
 
 def rules(c: Config) -> Iterator[tuple[Literal["error", "warning"], tuple[str, ...], str]]:

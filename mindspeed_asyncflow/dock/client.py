@@ -280,7 +280,7 @@ class DockClient(SpreadClaims):
             for pair, index in self._by_pair(rows):
                 pair.done(claim_id, task=task, rows=np.asarray(rows)[index])
         elif claim_id is not None:
-            self._end(claim_id, lambda pair: pair.done(claim_id))
+            self._at_holders(claim_id, lambda pair: pair.done(claim_id))
         else:
             raise DockError("done needs a claim, or a task and rows")
 
@@ -291,7 +291,12 @@ class DockClient(SpreadClaims):
             for pair, index in self._by_pair(rows):
                 pair.release(claim_id, np.asarray(rows)[index])
         else:
-            self._end(claim_id, lambda pair: pair.release(claim_id))
+            self._at_holders(claim_id, lambda pair: pair.release(claim_id))
+
+    @anew
+    def renew(self, claim_id: int) -> None:
+        """The lease of the claim begins again, as with every call that names it. Raises ClaimLost when it has ended."""
+        self._at_holders(claim_id, lambda pair: pair.renew(claim_id))
 
     @anew
     def finish(self, task: str, rows: np.ndarray) -> None:

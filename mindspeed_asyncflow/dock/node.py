@@ -77,6 +77,7 @@ class DockNode(ControlVerbs):
             Verb.WRITE: self._write, Verb.DONE: self._done, Verb.RELEASE: self._release, Verb.DROP: self._drop,
             Verb.FREE: self._free, Verb.SEAL: self._seal, Verb.FORGET: self._forget, Verb.STATS: self._stats,
             Verb.TASK: self._task, Verb.CLOSE: self._close, Verb.FINISH: self._finish, Verb.CHECK: self._check,
+            Verb.RENEW: self._renew,
         }  # fmt: skip
 
     def set_journal(self, note: Callable[[str, dict], None]) -> None:

@@ -233,6 +233,10 @@ class PairClient(Calls):
         claim_id = arguments.whole("claim_id", claim_id)
         self.call(Verb.RELEASE, {"claim_id": claim_id, "rows": None if rows is None else _handles(rows)})
 
+    def renew(self, claim_id: int) -> None:
+        """The lease of the claim begins again."""
+        self.call(Verb.RENEW, {"claim_id": arguments.whole("claim_id", claim_id)})
+
     def forget_worker(self, worker: str) -> int:
         """Offers everything again that a lost worker holds; returns the number of its claims."""
         return self.call(Verb.FORGET, {"worker": arguments.text("worker", worker)}).whole("claims")

@@ -98,19 +98,19 @@ class SpreadClaims(Fleet):
         except BaseException as error:  # boundary: however the gathering ends, nothing stays held by it
             if have:
                 with contextlib.suppress(AsyncFlowError):  # what cannot be given back now is offered again by its lease
-                    self._end(claim_id, lambda pair: pair.release(claim_id))
+                    self._at_holders(claim_id, lambda pair: pair.release(claim_id))
             if isinstance(error, DeadlineExceeded):
                 words = f"{error}; {have} of at least {at_least} were there and are given back"
                 raise DeadlineExceeded(words) from None
             raise
 
-    def _end(self, claim_id: int, end: Callable[[PairClient], None]) -> None:
-        """Ends a claim at every pair that knows it."""
+    def _at_holders(self, claim_id: int, call: Callable[[PairClient], None]) -> None:
+        """Calls every pair that holds rows of the claim."""
         claim_id = arguments.whole("claim_id", claim_id)
         if not claim_id & SPREAD_CLAIM:
-            end(self._pair(claim_id >> PAIR_SHIFT))
+            call(self._pair(claim_id >> PAIR_SHIFT))
             return
-        known, failed = self._ask_all(end)
+        known, failed = self._ask_all(call)
         failed.sort(key=lambda error: isinstance(error, ClaimLost))  # a pair that is gone comes first
         for error in failed:
             if not known or not isinstance(error, ClaimUnknown):  # pairs without rows of it do not know it

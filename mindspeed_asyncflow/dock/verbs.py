@@ -33,6 +33,10 @@ class ControlVerbs:
         self.controller.release(message.whole("claim_id"), part, slots, now)
         return {}
 
+    def _renew(self, message: Message, now: float) -> dict:
+        self.controller.leases.get(message.whole("claim_id"), now)
+        return {}
+
     def _finish(self, message: Message, now: float) -> dict:
         task = self.schema.task(message.text("task"))
         part, slots = self.controller.resolve(message.ints("rows"))

@@ -63,6 +63,7 @@ class Verb(IntEnum):
     FIND = 26
     FORGET_PAIR = 27
     DIVIDE = 28
+    RENEW = 29
 
 
 class WireError(DockError):

@@ -156,6 +156,11 @@ class RunFolder:
         return self.path / "prompts.jsonl"
 
     @property
+    def owner(self) -> Path:
+        """The tenant of a server whose run this is: the name, in one line."""
+        return self.path / "owner"
+
+    @property
     def samples(self) -> Path:
         """Readable answers, one text file per step."""
         return self.path / "samples"

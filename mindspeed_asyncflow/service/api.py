@@ -25,6 +25,7 @@ from mindspeed_asyncflow.errors import (
     ClaimLost,
     DeadlineExceeded,
     DockFull,
+    PlatformError,
     ServiceError,
     WeightSyncError,
     WorkerLost,
@@ -49,10 +50,14 @@ LOOK_S = 0.1  # how often somebody in another thread looks where the run stands
 
 
 class RunApi:
-    """`Verbs` over one run. `check` raises `ConfigError` for settings that cannot work; `config`: the server's."""
+    """`Verbs` over one run. `check` raises `ConfigError` for settings that cannot work; `config`: the server's;
+    `folder`: that of an earlier run, which goes on for its owner only."""
 
-    def __init__(self, config: Config, check: Callable[[Config], None] = lambda config: None) -> None:
+    def __init__(
+        self, config: Config, check: Callable[[Config], None] = lambda config: None, folder: RunFolder | None = None
+    ) -> None:
         self.config, self._check = config, check
+        self.begun_by = _owner(folder) if folder is not None else None
         self.owner: str | None = None
         self.overrides: dict[str, Any] = {}
         self.outside: Outside | None = None
@@ -66,8 +71,8 @@ class RunApi:
     def begin(self, tenant: str, overrides: Mapping[str, Any]) -> None:
         """`tenant` owns the engines from now on, and the run shall begin. Raises `ServiceError`."""
         with self._deciding:
-            if self.owner not in (None, tenant):
-                raise ServiceError(409, "engines_in_use", "the engines of this server are initialised already")
+            if self.owner not in (None, tenant) or self.begun_by not in (None, tenant):
+                raise ServiceError(409, "engines_in_use", "the engines of this server belong to somebody else")
             if self.owner is not None:
                 if overrides and dict(overrides) != self.overrides:
                     raise ServiceError(
@@ -90,8 +95,11 @@ class RunApi:
         return changed
 
     def driven(self, start: resuming.Start) -> Outside:
+        assert self.owner is not None
+        if not start.complete:
+            _belongs(start.folder, self.owner)
         self.outside = Outside(self.config, start.folder)
-        self.outside.presence.name = self.owner or "the client"
+        self.outside.presence.name = self.owner
         return self.outside
 
     # ---- crossing ----------------------------------------------------------------------------------------------------
@@ -150,11 +158,21 @@ class RunApi:
         if loop is None:
             work.close()
             raise ServiceError(409, "ended", "the run has ended")
+        handed: list[Any] = []
+
+        def dropped(task: asyncio.Task[T]) -> None:
+            """The call was given up as its result came."""
+            if undo is not None and handed and handed[0].cancelled() and _has_result(task):
+                asyncio.run_coroutine_threadsafe(_awaited(undo(task.result())), loop)
+
+        watched = _watched(work, dropped)
         try:
-            asked = asyncio.run_coroutine_threadsafe(work, loop)
+            asked = asyncio.run_coroutine_threadsafe(watched, loop)
         except RuntimeError:  # its loop was closed in this moment
+            watched.close()
             work.close()
             raise ServiceError(409, "ended", "the run has ended") from None
+        handed.append(asked)
         waiting = asyncio.wrap_future(asked)
         try:
             with outside.presence.calling() if tenant == self.owner else contextlib.nullcontext():
@@ -162,7 +180,7 @@ class RunApi:
         except asyncio.CancelledError:
             if outside.loop is None and not _cancelled():
                 raise ServiceError(409, "ended", f"the run has ended: {outside.error or 'no more steps'}") from None
-            if undo is not None and asked.done() and not asked.cancelled() and asked.exception() is None:
+            if undo is not None and _has_result(asked):
                 asyncio.run_coroutine_threadsafe(_awaited(undo(asked.result())), loop)
             raise
         except AsyncFlowError as error:
@@ -321,10 +339,39 @@ def told(error: AsyncFlowError) -> ServiceError:
     return ServiceError(422, "refused", str(error))
 
 
+def _owner(folder: RunFolder) -> str | None:
+    """Raises `PlatformError`."""
+    try:
+        return folder.owner.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlatformError(f"it cannot be read whose run {folder.path} is: {error}") from error
+
+
+def _belongs(folder: RunFolder, owner: str) -> None:
+    try:
+        folder.owner.write_text(owner + "\n", encoding="utf-8")
+    except OSError as error:
+        raise PlatformError(f"the run folder cannot be written: {error}") from error
+
+
 def _cancelled() -> bool:
     """Whether the running task itself is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def _has_result(done: Any) -> bool:
+    return done.done() and not done.cancelled() and done.exception() is None
+
+
+async def _watched(work: Coroutine[Any, Any, T], ended: Callable[[asyncio.Task[T]], None]) -> T:
+    """`ended` is called after the result was handed over: whoever does that is asked first."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(ended)
+    return await work
 
 
 async def _awaited(work: Awaitable[T]) -> T:

@@ -32,7 +32,7 @@ def build_pair(
             service=config.service.prompts == "client",
         ),
         arena_mb=config.dock.arena_mb,
-        lease_s=config.lease_s,
+        lease_s=config.dock.lease_s,
         host=host,
         port=port or (config.dock.port + pair if config.dock.port else 0),
         secret=secret,

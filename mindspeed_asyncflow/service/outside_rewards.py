@@ -115,7 +115,7 @@ class OutsideRewards:
         given = self._given(batch)
         outside = np.array([row in given for row in batch.rows.tolist()])
         if self.by_client and not outside.all():
-            given |= await self._ask(batch.select(~outside))
+            given |= await self._ask(claim_id, batch.select(~outside))
             outside[:] = True
         if not outside.any():
             return await self.scorer.score(claim_id, batch, again)
@@ -142,8 +142,8 @@ class OutsideRewards:
                 found[row] = float(given.rewards[member]), advantage
         return found
 
-    async def _ask(self, batch: RowBatch) -> dict[int, Judged]:
-        """What the client says of these rows."""
+    async def _ask(self, claim_id: int, batch: RowBatch) -> dict[int, Judged]:
+        """What the client says of these rows, however long it takes: their claim does not end meanwhile."""
         groups = []
         self._seen = time.monotonic()
         for group in dict.fromkeys(batch.group_ids.tolist()):
@@ -151,13 +151,24 @@ class OutsideRewards:
             groups.append(Waiting(group, of_group.rows, of_group.members))
             self._waiting[group] = groups[-1]
         self._tell()
+        keeping = asyncio.ensure_future(self._keep(claim_id))
         try:
             while left := [g.group for g in groups if g.judged is None]:
-                await self.presence.wait(self._news, f"rewards of {len(left)} groups (put_experience_data)")
+                if keeping.done():
+                    await keeping  # raises
+                what = f"rewards of {len(left)} groups (put_experience_data)"
+                await self.presence.wait(self._news, what, keeping.done)
         finally:
+            keeping.cancel()
             for group in groups:
                 self._withdraw(group)
         return {row: judged for g in groups for row, judged in (g.judged or {}).items()}
+
+    async def _keep(self, claim_id: int) -> None:
+        """Raises `ClaimLost` where the rows belong to somebody else now."""
+        while True:
+            await asyncio.sleep(self.config.dock.lease_s / 3)
+            await asyncio.to_thread(self.worker.dock.renew, claim_id)
 
     def _withdraw(self, group: Waiting) -> None:
         self._waiting.pop(group.group, None)
@@ -186,6 +197,7 @@ class OutsideRewards:
         return claim, chosen
 
     async def _some_wait(self, until: float) -> bool:
+        self._take_back()
         while not self._waiting:
             self._take_back()
             left = until - now()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import AsyncFlowError
+from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.service import launch, resuming
 from mindspeed_asyncflow.service.api import RunApi
 from mindspeed_asyncflow.service.verbs import Verbs
@@ -35,12 +36,12 @@ def serve(
     or until a client calls `stop`. `check` raises `ConfigError` for settings, as a client has changed them, that cannot
     work. Returns the exit code of the run; 0 where none began and the server was stopped.
     """
-    api = RunApi(config, check)
+    api = RunApi(config, check, None if run_folder is None else RunFolder(run_folder))
     _listen()
     try:
         with offer(api):
             if start:
-                api.begin(OWNER, {})
+                api.begin(api.begun_by or OWNER, {})
             while not api.asked.wait(LOOK_S):
                 pass
             return _run(api, run_folder, warnings, resume)

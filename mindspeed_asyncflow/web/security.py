@@ -87,11 +87,12 @@ def owner_token(path: Path) -> tuple[str, bool]:
 
     Raises `ConfigError`.
     """
-    if path.exists():
+    if path.is_symlink() or path.exists():
         return _checked(_private(path).strip(), str(path)), False
     token = secrets.token_urlsafe(32)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        _safe_folder(path)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(token + "\n")
@@ -103,12 +104,23 @@ def owner_token(path: Path) -> tuple[str, bool]:
 def _private(path: Path) -> str:
     try:
         with path.open(encoding="utf-8") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            if mode & 0o077:
+            found = os.fstat(file.fileno())
+            if (mode := stat.S_IMODE(found.st_mode)) & 0o077:
                 raise ConfigError(f"{path} can be read by others (mode {mode:o}); run: chmod 600 {path}")
+            if found.st_uid not in (0, os.geteuid()):
+                raise ConfigError(f"{path} belongs to user {found.st_uid}, who knows the tokens in it: make your own")
+            _safe_folder(path)
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"tokens cannot be read: {error}") from error
+
+
+def _safe_folder(path: Path) -> None:
+    """Raises `ConfigError` where others could put a file of theirs in the place of this one."""
+    folder = path.resolve().parent
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise ConfigError(f"{folder}, where the token is, can be written by everybody; run: chmod o-w {folder}")
 
 
 def _checked(token: str, where: str) -> str:

@@ -233,6 +233,21 @@ def test_what_was_gathered_is_given_back_at_the_deadline(docks, timeout_s):
     assert len(client.claim("use", 20, partition="p", worker="w", at_least=12).rows) == 12
 
 
+def test_a_claim_that_is_renewed_outlives_its_lease_on_every_pair(docks):
+    dock = docks(3, lease_s=0.6)
+    client = dock.client(home=0)
+    rows = put_one_each(dock, client)
+    claim = client.claim("make", len(rows), partition="p", worker="w", at_least=len(rows))
+    until = time.monotonic() + 1.8
+    while time.monotonic() < until:
+        client.renew(claim.claim_id)
+        time.sleep(0.05)
+    assert client.stats()["leases_expired"] == 0
+    client.done(claim.claim_id)
+    with pytest.raises(ClaimLost):
+        client.renew(claim.claim_id)
+
+
 def test_a_gathered_claim_whose_lease_ran_out_on_one_pair_is_lost(docks):
     dock = docks(3, lease_s=0.4)
     client = dock.client()

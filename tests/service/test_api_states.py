@@ -86,6 +86,20 @@ def test_settings_that_cannot_be_used_leave_the_server_waiting_for_better_ones()
     assert refused.value.code == "engines_in_use" and "bob" not in str(refused.value)
 
 
+def test_a_run_that_is_served_again_goes_on_for_nobody_but_whoever_began_it(tmp_path):
+    folder = RunFolder(tmp_path)
+    RunApi(Config(), folder=folder).begin("bob", {})  # a run of `asyncflow train`, or a new one, is anybody's
+    api = RunApi(Config(), folder=folder)
+    api.begin("alice", {})
+    api.driven(SimpleNamespace(folder=folder, complete=""))
+    again = RunApi(Config(), folder=folder)
+    with pytest.raises(ServiceError) as refused:
+        again.begin("bob", {})
+    assert refused.value.code == "engines_in_use" and "alice" not in str(refused.value)
+    assert again.owner is None and not again.asked.is_set()
+    again.begin("alice", {})
+
+
 def test_a_call_that_waits_as_the_run_ends_hears_that_it_has_ended(running):
     api, outside = running
 
@@ -132,6 +146,29 @@ def test_a_caller_that_goes_away_ends_its_call_and_what_it_had_got_is_given_back
 
     asyncio.run(main())
     assert undone == [7]
+
+
+def test_what_a_call_gets_in_the_moment_in_which_it_is_given_up_is_given_back(running):
+    api, outside = running
+    begun, gone, undone = threading.Event(), threading.Event(), threading.Event()
+
+    async def gives():
+        begun.set()
+        gone.wait(5)  # the run's loop hears of nothing before there is a result
+        return 7
+
+    async def undo(result):
+        undone.set()
+
+    async def main():
+        call = asyncio.ensure_future(api._in_run(outside, "alice", gives(), undo))
+        await asyncio.to_thread(begun.wait, 5)
+        call.cancel()
+        await asyncio.wait([call])
+        gone.set()
+        assert call.cancelled() and await asyncio.to_thread(undone.wait, 5)
+
+    asyncio.run(main())
 
 
 def test_nothing_has_every_column_that_was_asked_for(running, monkeypatch):

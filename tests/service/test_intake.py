@@ -11,7 +11,7 @@ import pytest
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.config.service import CLIENT_KEYS, override_lines
 from mindspeed_asyncflow.data.stream import prompts_in_order
-from mindspeed_asyncflow.errors import ClientSilent, ConfigError, DataError, ServiceError
+from mindspeed_asyncflow.errors import ClaimLost, ClientSilent, ConfigError, DataError, ServiceError
 from mindspeed_asyncflow.records import Completion, VersionSpan
 from mindspeed_asyncflow.service import launch
 from mindspeed_asyncflow.service.experience import cast
@@ -207,6 +207,9 @@ class NoDock:
     def write(self, rows, values, **how):
         self.written = dict(zip(rows.tolist(), zip(values["reward"].tolist(), values["advantage"].tolist())))
 
+    def renew(self, claim_id):
+        pass
+
 
 def rewards(given=lambda group: None, lease_s=120.0):
     config = Config.model_validate({"service": {"rewards": "client"}, "dock": {"lease_s": lease_s}})
@@ -234,6 +237,42 @@ def test_several_clients_share_the_groups_of_one_claim_and_their_advantages_are_
     assert report.scores == (1, 0, 3, 3, 1, 0) and not report.unscored
     assert [written[row][0] for row in range(10, 16)] == [1, 0, 3, 3, 1, 0]
     assert written[12][1] == 0 and written[14][1] == 4.5 and written[10][1] > 0 > written[11][1]
+
+
+def test_the_claim_of_the_scorer_lives_on_while_a_client_judges_and_its_loss_is_heard_of():
+    async def main():
+        outside, renewed = rewards(lease_s=0.06), []
+        outside.worker.dock.renew = renewed.append
+        scoring = asyncio.ensure_future(outside.score(1, batch(5)))
+        await asyncio.sleep(0.5)
+        claim, _ = await outside.get(9, 1.0)
+        outside.put(claim, np.array([10, 11]), [(1.0, None), (0.0, None)])
+        await scoring
+        assert len(renewed) >= 3 and set(renewed) == {1}
+
+        def ended(claim_id):
+            raise ClaimLost("it has ended")
+
+        outside.worker.dock.renew = ended
+        with pytest.raises(ClaimLost):
+            await outside.score(2, batch(6))
+        assert not outside.waiting
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_what_a_slow_client_holds_is_given_to_the_next_also_while_other_groups_wait():
+    async def main():
+        outside = rewards(lease_s=0.05)
+        scoring = asyncio.ensure_future(outside.score(1, batch(5, 6)))
+        await outside.get(1, 1.0)
+        await asyncio.sleep(0.1)
+        claim, found = await outside.get(9, 1.0)
+        assert sorted(g.group for g in found) == [5, 6]
+        outside.put(claim, np.arange(10, 14), [(1.0, None), (0.0, None)] * 2)
+        await scoring
+
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 def test_a_reward_that_is_nan_leaves_its_row_out():
@@ -370,6 +409,13 @@ def test_clients_change_no_path_no_code_and_no_size_of_the_server():
     touchy += ["turns.environment", "rollout.engine", "trainer.engine", "rollout.replicas", "dock.arena_mb"]
     assert [line.split()[0] for line in override_lines(dict.fromkeys(touchy))] == touchy
     assert not list(override_lines(dict.fromkeys(CLIENT_KEYS)))
+
+
+def test_numbers_of_clients_are_bounded():
+    for value in (2**31, -(10**400), float("inf"), float("nan")):
+        (line,) = override_lines({"trainer.steps": value})
+        assert "largest number" in line
+    assert not list(override_lines({"trainer.steps": 2**31 - 1, "checkpoint.hf": True, "trainer.lr": 1e-9}))
 
 
 def test_every_key_that_a_client_may_change_is_a_number_or_a_choice():

@@ -120,7 +120,7 @@ def rewards(tmp_path, monkeypatch):
 async def scoring(rewards):
     """The score loop asks for the rewards of two groups of two."""
     batch = RowBatch(np.arange(4, dtype=np.int64), np.array([7, 7, 8, 8]), np.array([0, 1, 0, 1], np.int32))
-    asking = asyncio.ensure_future(rewards._ask(batch))
+    asking = asyncio.ensure_future(rewards._ask(1, batch))
     await asyncio.sleep(0)
     yield asking
     asking.cancel()

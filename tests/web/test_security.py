@@ -276,6 +276,27 @@ def test_a_new_token_is_written_for_its_owner_only_and_found_again(tmp_path):
         owner_token(path)
 
 
+def test_a_token_is_not_taken_from_a_place_where_others_may_have_put_it(tmp_path, monkeypatch):
+    path = tmp_path / "token"
+    owner_token(path)
+    tmp_path.chmod(0o777)
+    for look in (owner_token, read_tenants):
+        with pytest.raises(ConfigError, match="chmod o-w"):
+            look(path)
+    link = tmp_path.parent / f"{tmp_path.name}-link"
+    link.symlink_to(path)
+    with pytest.raises(ConfigError, match="chmod o-w"):
+        owner_token(link)
+    with pytest.raises(ConfigError, match="chmod o-w"):
+        owner_token(tmp_path / "new")
+    tmp_path.chmod(0o1777)  # as /tmp: nobody replaces the file of another user
+    assert owner_token(path)[1] is False
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(os, "fstat", lambda fd: os.stat_result((0o100600, 0, 0, 1, os.getuid() + 2, 0, 0, 0, 0, 0)))
+    with pytest.raises(ConfigError, match="belongs to user"):
+        owner_token(path)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -21,7 +21,7 @@ def exposed_name(metric: str) -> str:
 
 class Endpoint(Tracker):
     """Serves `http://127.0.0.1:PORT/metrics`. Every row of the table is there with its definition as help text, with a
-    value once a step has brought a finite one."""
+    value once a step has brought one; NaN is told as such."""
 
     def __init__(self, port: int, run: str, steps: int) -> None:
         """`run`: label of all values. `steps`: how many the run shall make. Raises OSError for a port in use."""

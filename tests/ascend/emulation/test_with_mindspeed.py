@@ -116,8 +116,9 @@ def test_halves_of_masters_change_nothing_under_the_optimizer_of_mindspeed(model
         ("trainer.tensor_parallel=2", "trainer.sequence_parallel=true"),
         ("trainer.pipeline_parallel=2", "model.source=builtin:tiny_qwen2_4l"),
         ("trainer.data_parallel=2", "trainer.expert_parallel=2"),
+        ("trainer.data_parallel=2", "trainer.expert_parallel=2", "trainer.mindspeed.moe_overlap=alltoall"),
     ],
-    ids=["one", "tensor", "pipeline", "expert"],
+    ids=["one", "tensor", "pipeline", "expert", "overlap"],
 )
 def test_main_job_has_the_losses_of_the_cpu(tmp_path, sizes):
     """Real Ray, dock, relay and rollout; three steps, every step trained on what the one before has sampled."""
