@@ -75,6 +75,15 @@ def test_an_empty_folder_still_gives_a_page(tmp_path):
     assert "This run has no summary" in write_report(tmp_path).read_text()
 
 
+def test_a_run_that_goes_on_says_what_holds_it_back(folder):
+    folder.summary.unlink()
+    lines = [json.loads(line) | {"idle/trainer": 0.4, "idle/rollout": 0.02} for line in folder.metrics.open()]
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "What holds it back: rollout-bound: trainer waits 40 %" in written(folder)
+    folder.config.write_text("x: 1")
+    assert "What holds it back" not in written(folder)
+
+
 def test_a_failed_run_shows_its_root_error_first(folder):
     write_summary(folder, SUMMARY | {"error": "EngineError: gradient <nan>"})
     html = written(folder)

@@ -106,7 +106,9 @@ def _words(runs: Sequence[Run]) -> str:
     for run in runs:
         name = f"<b>{escape(run.name)}</b><br>" if len(runs) > 1 else ""
         kind = "words failed" if run.summary.get("error") else "words"
-        words = closing_words(run.summary) if run.summary else "This run has no summary."
+        words = closing_words(run.summary) if run.summary else "This run has no summary: it goes on, or was killed."
+        if run.held_back:
+            words += f"\nWhat holds it back: {run.held_back}."
         parts.append(f'<p class="{kind}">{name}{escape(words).replace(chr(10), "<br>")}</p>')
     return "".join(parts)
 

@@ -6,6 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_asyncflow.config.load import load_config
+from mindspeed_asyncflow.errors import ConfigError
+from mindspeed_asyncflow.observe.bottleneck import Sizes, averaged, bottleneck
 from mindspeed_asyncflow.observe.report.answers import Answer, read_answers
 from mindspeed_asyncflow.observe.report.curves import Curves, read_curves, read_evaluations
 from mindspeed_asyncflow.observe.report.histograms import Counts, read_lags, read_lengths
@@ -21,6 +24,7 @@ class Run:
 
     name: str
     summary: dict[str, Any]
+    held_back: str  # by what, in words; empty where the summary says it or nothing does
     curves: Curves
     evaluations: list[dict[str, Any]]
     lags: Counts
@@ -44,6 +48,7 @@ def read_run(folder: RunFolder, name: str) -> Run:
     return Run(
         name=name,
         summary=summary,
+        held_back="" if summary else _held_back(folder, curves),
         curves=curves,
         evaluations=evaluations,
         lags=read_lags(folder.ledger, summary, missing),
@@ -55,3 +60,11 @@ def read_run(folder: RunFolder, name: str) -> Run:
         warnings=read_warnings(folder.log),
         missing=missing,
     )
+
+
+def _held_back(folder: RunFolder, curves: Curves) -> str:
+    steps = [{name: of_steps[n] for name, of_steps in curves.values.items()} for n in range(len(curves.steps))]
+    try:
+        return bottleneck(averaged(steps), Sizes.of(load_config(folder.config)))
+    except ConfigError:
+        return ""
