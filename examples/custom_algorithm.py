@@ -72,7 +72,7 @@ def main():
                     raise
         ended = client.stop()
     found = ended["summary"] if not ended["error"] else sys.exit(ended["error"])
-    print(f"reward {found['reward_first']:.2f} -> {found['reward_last']:.2f}, sorted {found['heldout_greedy']:.0%}")
+    print(f"reward {found['reward_first']:.2f} -> {found['reward_last']:.2f}, held-out {found['heldout_greedy']}")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def test_it_goes_on_when_nothing_is_there_yet_and_when_a_claim_is_lost_and_ends_
     monkeypatch.setattr(example, "Client", lambda url, token_file: client)
     example.main()
     assert client.written == [(5, [2.0, 0.0], [1.0, -1.0])] * 2 and len(client.prompts) == 2
-    assert "sorted 50%" in capsys.readouterr().out
+    assert "held-out 0.5" in capsys.readouterr().out
     client = Answers("a trainer died too often")
     with pytest.raises(SystemExit, match="died too often"):
         example.main()

@@ -12,6 +12,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from mindspeed_asyncflow.cli import main
 from mindspeed_asyncflow.service.process_table import read_table
 
 ROOT = Path(__file__).parents[2]
@@ -88,3 +89,17 @@ def test_an_agent_is_trained_by_its_trajectories_and_does_not_notice_that_a_repl
     audit = [sys.executable, "-m", "mindspeed_asyncflow", "audit", str(folder)]
     audited = subprocess.run(audit, cwd=ROOT, capture_output=True, text=True)
     assert audited.returncode == 0, audited.stdout + audited.stderr
+
+
+@pytest.mark.nightly
+def test_a_program_that_scores_goes_on_when_the_trainer_is_killed_and_every_prompt_is_accounted_for(tmp_path):
+    settings = [f"run.folder={tmp_path / 'runs'}", "trainer.save_every=5", "evaluation.prompts=0", "service.linger_s=5"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    script = Process(tmp_path / "script.out", "examples/custom_algorithm.py", "--steps", 40, *words)
+    script.wait_for("checkpoint of step 5:")
+    folder = (tmp_path / "runs" / "latest").resolve()
+    os.kill(read_table(folder / "processes.json")["trainer0"][0], signal.SIGKILL)
+    script.ended()
+    assert "go on from checkpoint" in script.text and "reward 0." in script.text
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 40
+    assert main(["audit", str(folder)]) == 0
