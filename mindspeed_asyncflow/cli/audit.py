@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found.facts()) if arguments.json else in_words(found))
         return 0 if found.holds else 1
     epoch, index = arguments.prompt
-    told = story(open_ledger(_folder(arguments.run_folder).ledger), epoch, index)
+    told = story(open_ledger(RunFolder(arguments.run_folder).of_run().ledger), epoch, index)
     if not told:
         raise ConfigError(f"--prompt {epoch}:{index}: {arguments.run_folder} never issued this prompt")
     print("\n".join(told))
@@ -56,19 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def audit_run(path: Path) -> Audit:
     """The audit of the run in folder `path`. Raises `ConfigError` where it is none, `LedgerError` without a ledger."""
-    folder = _folder(path)
+    folder = RunFolder(path).of_run()
     config = load_config(folder.config)
     w = config.workflow
     db = open_ledger(folder.ledger)
     rules = Rules(config.algorithm.group_size, w.max_lag, leaves_none=w.take == "issued" and w.oversample == 1)
     return audit(db, rules, prompts_in_order(fact(db, "data"), config.data.epochs))
-
-
-def _folder(path: Path) -> RunFolder:
-    folder = RunFolder(path)
-    if not folder.config.is_file() or not folder.config.stat().st_size:
-        raise ConfigError(f"{path} is no run folder: it has no config.yaml, or an empty one")
-    return folder
 
 
 def _prompt_of(words: str, found: Audit) -> str:

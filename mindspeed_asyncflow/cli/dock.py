@@ -68,9 +68,7 @@ def where(folder: Path) -> tuple[list[str], bytes]:
     """Addresses and secret that a running job has left in its folder."""
     from mindspeed_asyncflow.observe.run_folder import RunFolder
 
-    place = RunFolder(folder)
-    if not place.config.is_file():
-        raise ConfigError(f"{folder} is no run folder: it has no config.yaml")
+    place = RunFolder(folder).of_run()
     try:
         told = json.loads(place.dock.read_text(encoding="utf-8"))
         return list(told["addresses"]), bytes.fromhex(told["secret"])

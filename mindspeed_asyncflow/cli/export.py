@@ -23,9 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mindspeed_asyncflow.observe.run_folder import RunFolder
     from mindspeed_asyncflow.reshard.hf_folder import export_hf
 
-    folder = RunFolder(arguments.run_folder)
-    if not folder.config.is_file():
-        raise ConfigError(f"{folder.path} is no run folder: it has no config.yaml")
+    folder = RunFolder(arguments.run_folder).of_run()
     if arguments.step is not None:
         found: Path | None = step_folder(folder.checkpoints, arguments.step)
     else:

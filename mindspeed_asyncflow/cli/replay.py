@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from mindspeed_asyncflow.errors import ConfigError, RecordError
+from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.workflow.record import open_run
 
 NAME = "replay"
@@ -30,7 +31,7 @@ def _count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config, record, there = open_run(arguments.run_folder)
+    config, record, there = open_run(RunFolder(arguments.run_folder).of_run().path)
     steps = arguments.steps or there
     if record.damage and (arguments.steps is None or not there):
         before = f"; --steps {there} repeats what is before that" if there else ""

@@ -31,11 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from mindspeed_asyncflow.observe.report import write_report
+    from mindspeed_asyncflow.observe.run_folder import RunFolder
 
     folders: list[Path] = [arguments.run_folder, *arguments.compare]
     for folder in folders:
-        if not (folder / "config.yaml").is_file():
-            raise ConfigError(f"{folder} is no run folder: it has no config.yaml")
+        RunFolder(folder).of_run()
     try:
         print(write_report(folders[0], folders[1:], arguments.out))
     except OSError as error:

@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if not arguments.every > 0:
         raise ConfigError(f"--every needs a number of seconds above 0, got {arguments.every:g}")
-    folder = RunFolder(arguments.run_folder)
-    if not folder.config.is_file() or not folder.config.stat().st_size:
-        raise ConfigError(f"{folder.path} is no run folder: it has no config.yaml, or an empty one")
+    folder = RunFolder(arguments.run_folder).of_run()
     # Some environments on NPUs leave rich out.
     live = not arguments.once and sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
     if not live:

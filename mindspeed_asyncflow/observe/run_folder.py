@@ -53,6 +53,15 @@ class RunFolder:
         """Whether a run has begun here."""
         return self.config.is_file()
 
+    def of_run(self) -> RunFolder:
+        """Itself. Raises `ConfigError` that says what is there instead where no run has begun."""
+        if not self.path.exists():
+            here = "" if self.path.is_absolute() else " here"
+            raise ConfigError(f"there is no {self.path}{here}: name a run folder")
+        if not self.is_run or not self.config.stat().st_size:  # empty: as a full disk leaves it
+            raise ConfigError(f"{self.path} is no run folder: it has no config.yaml, or an empty one")
+        return self
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """For one driver at a time. Raises `ConfigError` where another one that lives has the folder."""

@@ -69,7 +69,7 @@ def test_watching_ends_with_the_job(job, capsys):
 @pytest.mark.parametrize(
     ("broken", "message", "code"),
     [
-        ("no folder", "no run folder", 2),
+        ("no folder", "name a run folder", 2),
         ("ended", "the job has ended or has not started its dock", 2),
         ("garbage", "cannot be read", 1),
         ("gone", "has the job ended?", 1),

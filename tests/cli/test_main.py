@@ -108,9 +108,13 @@ def test_check_shows_settings_batches_processes_and_memory(capsys):
     assert "dock arena" in out
 
 
-def test_report_refuses_a_folder_that_is_no_run(tmp_path, capsys):
-    assert cli.main(["report", str(tmp_path)]) == 2
-    assert "no run folder" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["top", "audit", "report", "export", "replay", "dock"])
+def test_a_folder_that_is_not_there_and_one_that_is_no_run_are_told_apart(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([command, "runs/latest"]) == 2
+    assert capsys.readouterr().err == "asyncflow: there is no runs/latest here: name a run folder\n"
+    assert cli.main([command, str(tmp_path)]) == 2
+    assert f"{tmp_path} is no run folder" in capsys.readouterr().err
 
 
 def test_module_and_version_work_without_loading_heavy_libraries():

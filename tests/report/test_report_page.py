@@ -131,6 +131,6 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
 
 def test_the_command_names_what_is_no_run_and_what_cannot_be_written(folder, tmp_path, capsys):
     assert main(["report", str(folder.path), "--compare", str(tmp_path / "none")]) == 2
-    assert "none is no run folder" in capsys.readouterr().err
+    assert f"there is no {tmp_path / 'none'}: name a run folder" in capsys.readouterr().err
     assert main(["report", str(folder.path), "--out", str(tmp_path / "no" / "page.html")]) == 2
     assert "--out" in capsys.readouterr().err
