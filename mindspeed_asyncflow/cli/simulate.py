@@ -144,13 +144,18 @@ def _virtual_ns() -> int:
 
 
 def _folder(config: Config, out: Path | None) -> RunFolder:
+    from mindspeed_asyncflow.simulation.result import LABEL
+
     if out is not None:
-        return RunFolder.create_at(out, dump_resolved(config))
-    return RunFolder.create(config.run.folder, f"simulate-{config.run.name}", dump_resolved(config))
+        folder = RunFolder.create_at(out, dump_resolved(config))
+    else:
+        folder = RunFolder.create(config.run.folder, f"simulate-{config.run.name}", dump_resolved(config))
+    _write(folder, {"label": LABEL})  # now already: nobody takes the folder for that of a run
+    return folder
 
 
 def _write(folder: RunFolder, values: dict) -> None:
-    (folder.path / "result.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    folder.simulated.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def _say(text: str) -> None:

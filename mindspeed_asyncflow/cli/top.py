@@ -152,7 +152,9 @@ def _lag_rows(view: View) -> list[tuple[str, str]]:
 def _head(view: View) -> str:
     ran = f", {duration(view.ran_s)}" if view.ran_s is not None else ""
     left = f", {duration(view.left_s)} left" if view.left_s is not None else ""
-    return f"{view.state}, step {view.steps}/{view.wanted}{ran}{left}"
+    several = view.state == "simulated" and not view.steps  # schedules were compared: there is no one count of steps
+    steps = "" if several else f", step {view.steps}/{view.wanted}"
+    return f"{view.state}{steps}{ran}{left}"
 
 
 def histogram(lags: dict[int, int], width: int = 20) -> list[tuple[int, str, float]]:

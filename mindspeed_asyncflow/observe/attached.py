@@ -67,7 +67,7 @@ MEANS = ("reward/mean", "perf/tokens_per_s", "idle/trainer", "idle/rollout")  # 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """`state`: running, starting, ended, failed, stopped or lost. `alive`: more may come."""
+    """`state`: running, starting, ended, failed, stopped, lost, or simulated for the folder of a simulation. `alive`: more may come."""
 
     name: str
     state: str
@@ -100,6 +100,8 @@ def look(
     records = tail(folder.metrics)
     summary = _summary(folder.summary)
     steps = int(records[-1]["step"]) + 1 if records else 0
+    simulated = folder.simulated.is_file()
+    wanted = config.simulation.steps if simulated else config.trainer.steps
     state, words = _state(folder, summary, steps, driver, now)
     times = [float(record["time"]) for record in records]
     alive = state in ("running", "starting")
@@ -111,9 +113,9 @@ def look(
         state=state,
         words=words,
         steps=steps,
-        wanted=config.trainer.steps,
-        ran_s=ran,
-        left_s=time_left(times, steps, config.trainer.steps, now) if alive else None,
+        wanted=wanted,
+        ran_s=None if simulated else ran,  # its steps end at virtual times
+        left_s=time_left(times, steps, wanted, now) if alive else None,
         sections=_sections(records, read_evaluations(folder.evaluations), waiting or {}),
         rewards=[r["reward/mean"] for r in records if r.get("reward/mean") is not None],
         lags=recent_lags(folder.ledger, steps - LAG_STEPS),
@@ -170,6 +172,8 @@ def _summary(path: Path) -> dict[str, Any]:
 def _state(
     folder: RunFolder, summary: Mapping[str, Any], steps: int, driver: Callable[[], bool | None], now: float
 ) -> tuple[str, str]:
+    if folder.simulated.is_file():
+        return "simulated", f"by `asyncflow simulate`, no run that could go on; its figures: {folder.simulated}"
     if summary:
         error = str(summary.get("error") or "")
         if error.startswith("Interrupted"):

@@ -221,6 +221,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def simulated(self) -> Path:
+        """What `asyncflow simulate` found; it is there from the begin of a simulation on, and no run has it."""
+        return self.path / "result.json"
+
+    @property
     def processes(self) -> Path:
         """Process id and node of every process while the run is on, see `service/process_table.py`."""
         return self.path / "processes.json"

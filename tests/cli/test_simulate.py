@@ -32,6 +32,27 @@ def test_schedules_are_compared_in_one_table(tmp_path, capsys):
     assert result["delayed"]["trained"] == result["sequential"]["trained"]
 
 
+def test_the_folder_of_a_simulation_is_not_taken_for_that_of_a_lost_run(tmp_path, capsys):
+    run, several = tmp_path / "run", tmp_path / "several"
+    quick = ["simulate", CONFIG, *SMALL, "--set=observe.trace=false", "--out"]
+    assert cli.main([*quick, str(run)]) == 0
+    assert cli.main([*quick, str(several), "--compare", "sequential"]) == 0
+    capsys.readouterr()
+    assert cli.main(["top", str(run), "--once"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("run: simulated, step 3/3\n") and "by `asyncflow simulate`, no run" in said
+    assert "lost" not in said and "--run-folder" not in said and "tokens/s" in said
+    assert cli.main(["top", str(several), "--once"]) == 0
+    assert capsys.readouterr().out.startswith("several: simulated\n")
+
+
+def test_a_simulation_that_broke_off_has_left_a_folder_of_a_simulation(tmp_path, capsys):
+    assert cli.main(["simulate", CONFIG, *SMALL, "--sensitivity", "--out", str(tmp_path / "run")]) == 2
+    capsys.readouterr()
+    assert cli.main(["top", str(tmp_path / "run"), "--once"]) == 0
+    assert "run: simulated" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
