@@ -145,10 +145,18 @@ def _candidates(path: str) -> Iterator[str]:
         yield from (p for p in own if p.rpartition(".")[2] == ALIASES[rest].rpartition(".")[2])
         yield ALIASES[rest]
     yield from (p for p in all_paths() if p.rpartition(".")[2] == rest)
-    for pool, cutoff in ((inner, 0.8), (own, 0.6), (list(all_paths()), 0.7)):
+    for pool in (inner, own, list(all_paths())):
         leaves = {p.rpartition(".")[2]: p for p in reversed(pool)}
-        yield from (leaves[leaf] for leaf in difflib.get_close_matches(rest, list(leaves), n=1, cutoff=cutoff))
-    yield from difflib.get_close_matches(path, all_paths(), n=1, cutoff=0.6)
+        # Lower, and three letters that two short words share would make a guess.
+        yield from (leaves[leaf] for leaf in difflib.get_close_matches(rest, list(leaves), n=1, cutoff=0.8))
+        yield from (p for p in pool if _has_words(p.rpartition(".")[2], rest))
+    yield from (ALIASES[name] for name in difflib.get_close_matches(rest, list(ALIASES), n=1, cutoff=0.8))
+
+
+def _has_words(leaf: str, name: str) -> bool:
+    """Whether `leaf` has every word of `name`, or one that begins so: `warmup` and `temp` of longer names."""
+    words = [word for word in name.split("_") if word]
+    return bool(words) and all(len(word) > 2 and any(own.startswith(word) for own in leaf.split("_")) for word in words)
 
 
 def nearest(path: str, is_section: bool = False) -> str | None:

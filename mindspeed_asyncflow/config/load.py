@@ -103,6 +103,8 @@ def _explain(error: pydantic.ValidationError, origins: dict[str, str]) -> list[s
             said[path] = prefix + (_unknown_inside(loc) if inside else _unknown(path, item["input"]))
         else:
             message = item["msg"].replace("Input should be", "must be").replace("Value error, ", "")
+            if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
+                message = _must_hold_keys(loc, item["input"])
             said[path] = f"{prefix}{path} = {_short(item['input'])}: {message}"
     return list(said.values())
 
@@ -113,6 +115,14 @@ def _unknown_inside(loc: list[str]) -> str:
     return (
         f"{section}.{name}[{index}].{key} is not a setting; each of {section}.{name} has {', '.join(kind.model_fields)}"
     )
+
+
+def _must_hold_keys(loc: list[str], value: Any) -> str:
+    depth, section = keys.innermost(loc)
+    inside = next(iter(section.model_fields)) if depth == len(loc) else "key"
+    colon = isinstance(value, str) and ":" in value
+    hint = "; is a space missing after the colon?" if colon else ""
+    return f"must hold keys, such as {{{inside}: ...}}{hint}"
 
 
 def _unknown(path: str, value: Any) -> str:

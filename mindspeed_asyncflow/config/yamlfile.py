@@ -59,6 +59,11 @@ def parse(text: str) -> tuple[Any, dict[str, int], list[str]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
-        raise ConfigError(f"{where}not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        problem = str(getattr(error, "problem", None) or error)
+        # What `lr:1e-4` in the line before leads to as well.
+        hint = (
+            "; a key needs a space after its colon, a value with a colon needs quotes" if "mapping" in problem else ""
+        )
+        raise ConfigError(f"{where}not valid YAML: {problem}{hint}") from None
     finally:
         loader.dispose()

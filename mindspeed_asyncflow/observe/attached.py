@@ -67,7 +67,8 @@ MEANS = ("reward/mean", "perf/tokens_per_s", "idle/trainer", "idle/rollout")  # 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """`state`: running, starting, ended, failed, stopped, lost, or simulated for the folder of a simulation. `alive`: more may come."""
+    """`state`: running, starting, ended, failed, stopped, lost, or, of a simulation, simulated. `alive`: more may
+    come."""
 
     name: str
     state: str

@@ -30,11 +30,47 @@ def mistakes(text: str, *overrides: str) -> str:
         ("rolout: {replicas: 2}", "rollout"),
         ("Trainer: {lr: 1}", "trainer"),
         ("lr: 1", "trainer.lr"),
+        ("trainer: {learningrate: 1e-4}", "trainer.lr"),
+        ("rollout: {temp: 1}", "rollout.temperature"),
+        ("trainer: {warmup: 3}", "trainer.lr_warmup_steps"),
+        ("workflow: {lag: 3}", "workflow.max_lag"),
     ],
 )
 def test_unknown_or_misplaced_key_names_the_nearest_right_one(text, meant):
     """B95"""
     assert mistakes(text).rstrip().endswith(f"did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    "text", ["foo: 1", "dock: {foo: 1}", "data: {bar: 1}", "trainer: {gpus: 2}", "reward: {fn: x}"]
+)
+def test_a_key_that_is_like_no_other_is_not_guessed_at(text):
+    message = mistakes(text)
+    assert "is not a setting; " in message and "did you mean" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "run: name:x",
+            "line 1: run = 'name:x': must hold keys, such as {name: ...}; is a space missing after the colon?",
+        ),
+        ("trainer:\n  lr:1e-4", "trainer = 'lr:1e-4': must hold keys, such as {"),
+        (
+            "trainer:\n  lr:1e-4\n  steps: 3",
+            "line 3: not valid YAML: mapping values are not allowed here; a key needs a space",
+        ),
+        ("trainer: {mindspeed: 'a:1'}", "is a space missing"),
+        ("data: {mix: ['a:b']}", "data.mix[0] = 'a:b': must hold keys, such as {key: ...}; is a space missing"),
+    ],
+)
+def test_a_missing_space_after_a_colon_is_named(text, said):
+    assert said in mistakes(text)
+
+
+def test_a_section_that_is_a_number_is_not_told_about_colons():
+    assert mistakes("trainer: 3").endswith("trainer = 3: must hold keys, such as {engine: ...}")
 
 
 @pytest.mark.parametrize("path", all_paths())
@@ -45,7 +81,7 @@ def test_every_key_is_refused_when_mistyped_and_when_at_the_wrong_level(path):
     for section in reversed(sections):
         mistyped = f"{section}: {{{mistyped}}}"
     assert f"did you mean {path}?" in mistakes(mistyped)
-    wrong = "= 1: must be an object" if leaf in keys.sections() else "is not a setting"
+    wrong = "= 1: must hold keys, such as {" if leaf in keys.sections() else "is not a setting"
     assert f"line 1: {leaf} {wrong}" in mistakes(f"{leaf}: 1")
     assert f"{path}x is not a setting" in mistakes("", f"{path}x=1")
 
