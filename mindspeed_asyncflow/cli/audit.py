@@ -16,6 +16,7 @@ from mindspeed_asyncflow.observe.story import story
 
 NAME = "audit"
 HELP = "prove from the ledger of a run that no prompt was lost and none trained twice"
+FAILED = "something is lost, or a law is broken"  # what status 1 says
 EXAMPLES = (
     "  asyncflow audit runs/latest\n"
     "  asyncflow audit runs/latest --prompt 0:17\n"

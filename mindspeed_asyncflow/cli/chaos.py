@@ -19,6 +19,7 @@ from mindspeed_asyncflow.observe.run_folder import RunFolder
 
 NAME = "chaos"
 HELP = "run a job under random kills and freezes, then prove that nothing was lost"
+FAILED = "the run failed, or something was lost"  # what status 1 says
 EXAMPLES = (
     "  asyncflow chaos configs/qwen_tiny_cpu.yaml --kills 10 --seed 1\n"
     "  asyncflow chaos my.yaml --kills 4 --only rollout,scorer --set faults.heartbeat_s=5"

@@ -33,16 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--assume-devices",
         metavar="N",
-        type=_devices,
+        type=settings.at_least(1),
         help="check for a cluster of N NPUs as `cluster` describes it, in place of this machine: no software and no "
         "devices are looked at; nodes are taken to have the CPUs and free disk of this one",
     )
-
-
-def _devices(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of devices, 1 or more")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ from mindspeed_asyncflow.platforms.pythons import pythons
 
 NAME = "doctor"
 HELP = "look at this machine: what is missing for a run, and the commands that install or mend it"
+FAILED = "a run would not start here"  # what status 1 says
 EXAMPLES = """  asyncflow doctor
   asyncflow doctor configs/qwen_tiny_npu.yaml --platform npu
   asyncflow doctor --json | python -m json.tool"""

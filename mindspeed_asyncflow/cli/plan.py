@@ -35,15 +35,21 @@ ROWS = 600_000  # that all simulations of a plan may have together: about half a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     settings.add_arguments(parser)
     parser.add_argument(
-        "--devices", metavar="N", type=int, help="devices in all (default: cluster.devices, or those of this machine)"
+        "--devices",
+        metavar="N",
+        type=settings.at_least(1),
+        help="devices in all (default: cluster.devices, or those of this machine)",
     )
-    parser.add_argument("--max-lag", metavar="N", type=int, help="short for --set workflow.max_lag=N")
+    parser.add_argument("--max-lag", metavar="N", type=settings.at_least(0), help="short for --set workflow.max_lag=N")
     parser.add_argument(
         "--profile", metavar="FILE", type=Path, help="what `asyncflow profile` measured, in place of analytic times"
     )
     parser.add_argument("--out", metavar="FILE", type=Path, help="where the YAML goes (default: standard output)")
     parser.add_argument(
-        "--simulations", metavar="N", type=int, help="simulate at most so many candidates (default: by cluster size)"
+        "--simulations",
+        metavar="N",
+        type=settings.at_least(1),
+        help="simulate at most so many candidates (default: by cluster size)",
     )
     parser.add_argument("--json", action="store_true", help="all figures as one JSON object instead of words")
 

@@ -5,29 +5,26 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mindspeed_asyncflow.cli import settings
 from mindspeed_asyncflow.errors import ConfigError, RecordError
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.workflow.record import open_run
 
 NAME = "replay"
 HELP = "train the record of a run again and compare every version bit for bit"
+FAILED = "a version differs, or the run failed"  # what status 1 says
 EXAMPLES = """  asyncflow replay runs/latest
   asyncflow replay runs/latest --steps 5 --out results/again"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN", type=Path, help="a run folder, such as runs/latest")
-    parser.add_argument("--steps", metavar="N", type=_count, help="only the first N steps (default: all recorded ones)")
+    parser.add_argument(
+        "--steps", metavar="N", type=settings.at_least(1), help="only the first N steps (default: all recorded ones)"
+    )
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="a new folder for log and result (default: a dated one in RUN/replays)"
     )
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
 
 
 def run(arguments: argparse.Namespace) -> int:

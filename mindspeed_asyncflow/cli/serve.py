@@ -10,10 +10,11 @@ from pathlib import Path
 
 from mindspeed_asyncflow.cli import preflight, settings
 from mindspeed_asyncflow.config import Config, checks
-from mindspeed_asyncflow.errors import ConfigError
+from mindspeed_asyncflow.errors import ConfigError, PlatformError
 
 NAME = "serve"
 HELP = "let programs drive a run over HTTP: prompts, rewards, weights, completions"
+FAILED = "the run failed"  # what status 1 says
 EXAMPLES = """  asyncflow serve configs/qwen_tiny_cpu.yaml
   asyncflow serve my.yaml --set service.prompts=client --set service.rewards=client
   asyncflow serve my.yaml --host 0.0.0.0 --port 8443 --tls-cert cert.pem --tls-key key.pem
@@ -68,7 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     @contextlib.contextmanager
     def offer(verbs: Verbs) -> Iterator[None]:
-        with offered(verbs, Tenants(tokens, arguments.host), listening) as address:
+        with contextlib.ExitStack() as until_the_end:
+            try:
+                address = until_the_end.enter_context(offered(verbs, Tenants(tokens, arguments.host), listening))
+            except PlatformError as error:  # nothing was started: --host or --port has to be another one
+                raise ConfigError(str(error)) from None
             print(f"listening on {address} (what it offers: {address}/docs)", flush=True)
             yield
 

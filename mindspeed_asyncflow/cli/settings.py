@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from mindspeed_asyncflow.config import Config, load_config
 
@@ -17,6 +18,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="put one setting over the file's, value in YAML; may be given several times, the last wins",
     )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """What reads an option that counts: a mistake is told under the option's own name."""
+
+    def read(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, {least} or more")
+        return int(text)
+
+    return read
 
 
 def load(arguments: argparse.Namespace) -> Config:

@@ -22,6 +22,7 @@ from mindspeed_asyncflow.planner.work import Work
 
 NAME = "simulate"
 HELP = "run a configuration on virtual time, with costs in place of devices; needs no device"
+FAILED = "a law of the loops is broken, or it failed"  # what status 1 says
 EXAMPLES = """  asyncflow simulate configs/simulate/qwen2.5-7b.yaml --devices 512
   asyncflow simulate configs/simulate/qwen2.5-7b.yaml --compare
   asyncflow simulate configs/simulate/qwen2.5-32b.yaml --compare delayed,lanes --steps 8
@@ -32,9 +33,12 @@ TRACE_EVERY_S = 600.0  # virtual
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     settings.add_arguments(parser)
-    parser.add_argument("--steps", metavar="N", type=int, help="short for --set simulation.steps=N")
+    parser.add_argument("--steps", metavar="N", type=settings.at_least(1), help="short for --set simulation.steps=N")
     parser.add_argument(
-        "--devices", metavar="N", type=int, help="the settings that simulation.sizes has for a cluster of N devices"
+        "--devices",
+        metavar="N",
+        type=settings.at_least(1),
+        help="the settings that simulation.sizes has for a cluster of N devices",
     )
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="a new folder for the results (default: a dated one in run.folder)"

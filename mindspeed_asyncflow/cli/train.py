@@ -11,6 +11,7 @@ from mindspeed_asyncflow.config import checks
 
 NAME = "train"
 HELP = "check a configuration, then train with it"
+FAILED = "the run failed"  # what status 1 says
 EXAMPLES = """  asyncflow train configs/qwen_tiny_cpu.yaml
   asyncflow train configs/qwen_tiny_cpu.yaml --set trainer.steps=5 --set workflow.max_lag=0
   asyncflow train my.yaml --run-folder results/first

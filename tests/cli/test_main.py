@@ -82,6 +82,17 @@ def test_own_errors_show_the_root_cause_first_without_a_traceback(service, capsy
     ]
 
 
+def test_words_of_a_cause_that_its_consequence_repeats_are_said_once(service, capsys):
+    service.ends = PlatformError("cannot write: [Errno 28] No space left on device; set run.folder")
+    service.ends.__cause__ = OSError(28, "No space left on device")
+    assert cli.main(["train", TINY]) == 1
+    said = "asyncflow: PlatformError: cannot write: [Errno 28] No space left on device; set run.folder\n"
+    assert capsys.readouterr().err == said
+    service.ends.__cause__ = KeyError("run")  # whose type is half of what it says
+    assert cli.main(["train", TINY]) == 1
+    assert capsys.readouterr().err.startswith("asyncflow: KeyError: 'run'\n  therefore: PlatformError")
+
+
 def test_unforeseen_errors_show_the_traceback(service, capsys):
     service.ends = ZeroDivisionError("oh")
     assert cli.main(["train", TINY]) == 1
@@ -97,6 +108,46 @@ def test_interruption_ends_with_130(service):
 def test_wrong_usage_ends_with_2(arguments, capsys):
     assert cli.main(arguments) == 2
     assert "usage: asyncflow" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian", TINY], "'trian' is no command; did you mean train?"),
+        (["fly"], "'fly' is no command; there are train, serve, check"),
+        (["train", TINY, "--steps", "3"], "--steps 3; a setting is given as --set trainer.steps=3"),
+        (["train", TINY, "--learning-rate=1e-4"], "a setting is given as --set trainer.lr=1e-4"),
+        (["check", TINY, "workflow.max_lag=0"], "a setting is given as --set workflow.max_lag=0"),
+        (["train", TINY, "--lr", "--resume", "never"], "a setting is given as --set trainer.lr=VALUE"),
+        (["train", TINY, "--run-foldr", "x"], "did you mean --run-folder?"),
+        (["plan", TINY, "--devices", "0"], "argument --devices: '0': expected a whole number, 1 or more"),
+        (["plan", TINY, "--max-lag", "-1"], "--max-lag"),
+    ],
+)
+def test_a_word_that_is_unknown_or_wrong_is_answered_with_the_one_that_is_meant(arguments, said, capsys):
+    assert cli.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert said in err and "usage: asyncflow" in err and "cluster.devices" not in err
+
+
+def test_an_option_that_is_like_nothing_is_not_guessed_at(capsys):
+    assert cli.main(["top", "--foo"]) == 2
+    assert capsys.readouterr().err.endswith("error: unrecognized arguments: --foo\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("train", "1 the run failed"),
+        ("doctor", "1 a run would not start here"),
+        ("audit", "1 something is lost"),
+        ("report", "1 it failed"),
+        ("completion", "1 it failed"),
+    ],
+)
+def test_help_has_the_exit_status_of_this_command(command, said, capsys):
+    assert cli.main([command, "--help"]) == 0
+    assert f"exit status: 0 done, {said}" in capsys.readouterr().out
 
 
 def test_check_shows_settings_batches_processes_and_memory(capsys):

@@ -47,7 +47,7 @@ def test_all_figures_come_as_one_object(tmp_path, capsys):
         (["--profile", "none.json"], "none.json: no such profile"),
         (["--set", "model.source=nowhere"], "a plan needs its config.json"),
         (["--devices", "1"], "nothing fits 1 devices"),
-        (["--devices", "0"], "cluster.devices = 0"),
+        (["--devices", "0"], "--devices: '0'"),
     ],
 )
 def test_mistakes_are_answered_with_what_to_do(arguments, said, capsys):

@@ -1,13 +1,14 @@
 """`asyncflow serve` begins nothing that would leave a door open, and offers what it says it offers."""
 
 import re
+import socket
 import stat
 from pathlib import Path
 
 import pytest
 
 from mindspeed_asyncflow.cli import main
-from mindspeed_asyncflow.errors import ServiceError
+from mindspeed_asyncflow.errors import PlatformError, ServiceError
 from mindspeed_asyncflow.service import serving
 from mindspeed_asyncflow.web.client import Client
 from tests.web.fakes import FakeVerbs
@@ -57,6 +58,22 @@ def test_by_default_a_token_is_made_and_shown_once(called, capsys, tmp_path):
     assert called()[0] == 7
     again = capsys.readouterr().out
     assert "service.token" in again and (tmp_path / "runs/service.token").read_text().strip() not in again
+
+
+def test_a_port_that_is_taken_is_one_line_and_a_mistake_of_usage(called, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert called("--no-token", "--port", str(port))[0] == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"asyncflow: cannot listen on 127.0.0.1 port {port}: ") and "give another --port" in line
+
+
+def test_an_error_of_the_run_that_is_served_is_not_one_of_usage(called, capsys):
+    def fail():
+        raise PlatformError("the device is gone")
+
+    assert called("--no-token", while_offered=fail)[0] == 1
+    assert "PlatformError: the device is gone" in capsys.readouterr().err
 
 
 def test_options_arrive(called, tmp_path):
@@ -124,15 +141,6 @@ def test_an_address_for_others_has_a_token_and_a_warning(called, capsys):
     code, _ = called("--host", "0.0.0.0")
     told = capsys.readouterr()
     assert code == 7 and "token of owner" in told.out and "without --tls-cert" in told.err
-
-
-def test_a_port_that_is_taken_is_a_failure_of_its_own(called, capsys, tmp_path):
-    def again():
-        port = address(capsys.readouterr().out).rpartition(":")[2]
-        assert main(["serve", CONFIG, "--port", port, "--no-token"]) == 1
-        assert f"port {port}" in capsys.readouterr().err
-
-    assert called("--no-token", while_offered=again)[0] == 7
 
 
 def test_the_package_has_the_clients():
