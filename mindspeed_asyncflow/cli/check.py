@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from mindspeed_asyncflow.cli import ascend, devices, preflight, settings
 from mindspeed_asyncflow.config import Config, dump_resolved, feasibility, host_memory
 from mindspeed_asyncflow.config.checks import Finding
+from mindspeed_asyncflow.config.keys import all_paths
+from mindspeed_asyncflow.config.load import changed_paths
 from mindspeed_asyncflow.config.machine import MIB, Machine, assume, probe
 from mindspeed_asyncflow.config.model import ModelShape
 from mindspeed_asyncflow.config.parallel import TrainParallel
@@ -37,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check for a cluster of N NPUs as `cluster` describes it, in place of this machine: no software and no "
         "devices are looked at; nodes are taken to have the CPUs and free disk of this one",
     )
+    parser.add_argument("--all", action="store_true", help="show all settings, also those that have their defaults")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = preflight.inspect(config, machine, node)
     data = _data(config, machine, found)
     print("== settings")
-    print(dump_resolved(config), end="")
+    print(_settings(config, arguments.all), end="")
     for title, lines in (("batch", _batch(config)), ("data", data), ("processes", _processes(config, machine))):
         print(f"== {title}")
         print("\n".join(lines))
@@ -75,6 +78,14 @@ def run(arguments: argparse.Namespace) -> int:
     print("== findings")
     print("\n".join(map(str, found)) or f"none: this configuration can run {'there' if machine.assumed else 'here'}")
     return 2 if any(finding.level == "error" for finding in found) else 0
+
+
+def _settings(config: Config, everything: bool) -> str:
+    if everything:
+        return dump_resolved(config)
+    changed = changed_paths(config)
+    others = f"# {len(all_paths()) - len(changed)} other settings have their defaults; --all shows them\n"
+    return (dump_resolved(config, changed) if changed else "") + others
 
 
 def _batch(config: Config) -> Iterator[str]:

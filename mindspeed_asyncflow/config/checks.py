@@ -29,6 +29,8 @@ from mindspeed_asyncflow.config.parallel import check_parallel
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import ConfigError
 
+FEW_KEYS = 2  # that stand before the message
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -40,6 +42,8 @@ class Finding:
 
     def __str__(self) -> str:
         named = self.message.startswith(self.keys[0])
+        if len(self.keys) > FEW_KEYS:  # a reader would meet what it is about behind a line of keys
+            return f"{self.level}: {self.message} ({', '.join(self.keys[named:])})"
         return f"{self.level}: {self.message}" if named else f"{self.level}: {', '.join(self.keys)}: {self.message}"
 
 

@@ -157,7 +157,9 @@ def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
             yield "error", ("run.platform", *keys), text
         named = config.cluster.devices if "devices" in config.cluster.model_fields_set else ranks
         if ranks > named:
-            text = f"is {named}, and {ranks} NPUs are wanted ({made_of}); raise it, or lower these sizes"
+            text = (
+                f"cluster.devices is {named}, and {ranks} NPUs are wanted ({made_of}); raise it, or lower these sizes"
+            )
             yield "error", ("cluster.devices", *keys), text
         return
     rollout_ranks = (own_replicas(config) + sharing) * r.tensor_parallel

@@ -186,7 +186,7 @@ def settings_page() -> str:
         "A settings file is YAML with one section per component; what it does not name keeps its default. Any key can",
         "be set on the command line: `--set workflow.max_lag=0`. A key that does not exist, a value of the wrong type",
         "and sizes that do not fit are refused before anything starts, with the nearest right key.",
-        "`asyncflow check FILE` prints the resolved settings and all findings.",
+        "`asyncflow check FILE` prints the settings that differ from these defaults (`--all`: all) and all findings.",
     ]
     section = ""
     for doc in describe_keys():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
@@ -162,14 +163,23 @@ def _absolute_task(task: str) -> str:
     return f"file:{Path(place).absolute()}" if kind == "file" and place else task
 
 
-def dump_resolved(config: Config) -> str:
-    """The whole configuration as YAML with each key's description; `load_config` reads it back to an equal Config."""
+def changed_paths(config: Config) -> list[str]:
+    """The settings that differ from their defaults, in the order of the schema."""
+    return [doc.path for doc in keys.describe_keys() if reduce(getattr, doc.path.split("."), config) != doc.default]
+
+
+def dump_resolved(config: Config, only: Collection[str] | None = None) -> str:
+    """The whole configuration as YAML with each key's description; `load_config` reads it back to an equal Config.
+    `only`: these settings, in place of all."""
     described = {doc.path: doc.description for doc in keys.describe_keys()}
+    shown = described if only is None else only
     out: list[str] = []
 
     def write(values: dict[str, Any], path: str) -> None:
         indent = "  " * path.count(".")
         for name, value in values.items():
+            if not any(wanted == path + name or wanted.startswith(f"{path}{name}.") for wanted in shown):
+                continue
             line = f"{indent}{name}: {_inline(value)}"
             if path + name in described:
                 out.append(f"{line:<44}  # {described[path + name]}")

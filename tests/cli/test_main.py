@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from mindspeed_asyncflow import cli
+from mindspeed_asyncflow.config import load_config
+from mindspeed_asyncflow.config.keys import all_paths
+from mindspeed_asyncflow.config.load import changed_paths
 from mindspeed_asyncflow.errors import PlatformError, WeightSyncError
 
 TINY = "configs/qwen_tiny_cpu.yaml"
@@ -148,6 +151,19 @@ def test_an_option_that_is_like_nothing_is_not_guessed_at(capsys):
 def test_help_has_the_exit_status_of_this_command(command, said, capsys):
     assert cli.main([command, "--help"]) == 0
     assert f"exit status: 0 done, {said}" in capsys.readouterr().out
+
+
+def test_check_shows_the_settings_that_are_not_the_defaults_and_all_where_asked(capsys):
+    assert cli.main(["check", TINY, "--set", "trainer.steps=7", "--set", "trainer.mindspeed.fused_rmsnorm=false"]) == 0
+    out = capsys.readouterr().out
+    settings = out.partition("== batch")[0]
+    assert "  steps: 7 " in settings and "    fused_rmsnorm: false" in settings and "grad_clip" not in settings
+    changed = len(changed_paths(load_config(TINY, ["trainer.steps=7", "trainer.mindspeed.fused_rmsnorm=false"])))
+    assert f"# {len(all_paths()) - changed} other settings have their defaults; --all shows them" in settings
+    assert len(settings.splitlines()) < 20 and out.rstrip().splitlines()[-1].startswith(("none", "warning"))
+    assert cli.main(["check", TINY, "--all"]) == 0
+    every = capsys.readouterr().out.partition("== batch")[0]
+    assert all(f"{path.rpartition('.')[2]}: " in every for path in all_paths()) and "--all" not in every
 
 
 def test_check_shows_settings_batches_processes_and_memory(capsys):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_asyncflow.config import parse_config
-from mindspeed_asyncflow.config.checks import check, refuse_errors
+from mindspeed_asyncflow.config.checks import Finding, check, refuse_errors
 from mindspeed_asyncflow.config.host_memory import memory_bytes
 from mindspeed_asyncflow.config.machine import MIB, Machine
 from mindspeed_asyncflow.config.model import describe
@@ -100,6 +100,14 @@ def test_fewer_kept_versions_than_the_trainer_may_be_ahead_are_warned_of():
 def test_the_relay_takes_memory_for_the_kept_versions_and_the_one_that_is_written():
     config, model = parse_config("", ["workflow.keep_versions=5", "model.dtype=bfloat16"]), describe(TINY)
     assert memory_bytes(config, BOX, model)["weight relay"] == 6 * 2 * model.parameters
+
+
+def test_a_finding_says_first_what_it_is_about_and_names_every_key():
+    assert str(Finding("error", ("a.b",), "is 3; take 4")) == "error: a.b: is 3; take 4"
+    assert str(Finding("error", ("a.b", "c.d"), "a.b is 3; take 4")) == "error: a.b is 3; take 4"
+    many = ("a.b", "c.d", "e.f")
+    assert str(Finding("warning", many, "3 wanted, 2 there")) == "warning: 3 wanted, 2 there (a.b, c.d, e.f)"
+    assert str(Finding("error", many, "a.b is 3; take 4")) == "error: a.b is 3; take 4 (c.d, e.f)"
 
 
 def test_all_errors_are_listed_together_and_warnings_do_not_stop():

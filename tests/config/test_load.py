@@ -4,7 +4,7 @@ import pytest
 
 from mindspeed_asyncflow.config import Config, dump_resolved, keys, load_config, parse_config
 from mindspeed_asyncflow.config.keys import all_paths
-from mindspeed_asyncflow.config.load import with_absolute_paths
+from mindspeed_asyncflow.config.load import changed_paths, with_absolute_paths
 from mindspeed_asyncflow.errors import ConfigError
 
 
@@ -148,6 +148,15 @@ def test_malformed_override_is_refused(override):
 @pytest.mark.parametrize("text", ["- a\n", "trainer: [", "trainer: !!python/object:os.system {}", "a: &x [*x]", "7"])
 def test_text_that_is_no_settings_mapping_is_refused(text):
     mistakes(text)
+
+
+def test_the_settings_that_differ_from_the_defaults_make_the_same_configuration():
+    text = "{data: {options: {digits: 3}, mix: [{task: sorting}]}, trainer: {mindspeed: {moe_overlap: allgather}}}"
+    config = parse_config(text, ["trainer.lr=3e-7"])
+    changed = changed_paths(config)
+    assert changed == ["data.options", "data.mix", "trainer.lr", "trainer.mindspeed.moe_overlap"]
+    assert parse_config(dump_resolved(config, changed)) == config
+    assert changed_paths(parse_config("", [f"trainer.steps={Config().trainer.steps}"])) == []
 
 
 def test_missing_file_names_the_file(tmp_path):
