@@ -35,6 +35,7 @@ FILES = (1024, 65536)  # open files: fewer than the first do not start Ray and i
 MOST_FULL = 0.95  # Ray stops making objects on a disk that is fuller
 OPTIONAL = ("matplotlib", "math-verify", "pyarrow")  # a run on CPUs starts without them
 ENVIRONMENTS = {"trainer": "$TRAIN/bin/python", "rollout": "$ROLLOUT/bin/python"}  # as docs/ascend.md names them
+FOLDERS = "$TRAIN, $ROLLOUT: folders of the Python environments of trainer and rollout; set both first (docs/ascend.md)"
 BOOTSTRAP = "bash scripts/bootstrap.sh"
 
 
@@ -42,7 +43,7 @@ BOOTSTRAP = "bash scripts/bootstrap.sh"
 class Item:
     """One thing that was looked at."""
 
-    level: str  # ok, warning or error
+    level: str  # ok, warning or error; seen: a fact that the items below judge
     what: str
     says: str
     do: tuple[str, ...] = ()  # commands
@@ -100,6 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{item.level:<8} {item.what}: {item.says}")
             for command in item.do:
                 print(f"{'':<8}   do: {command}")
+        if any(folder in command for item in items for command in item.do for folder in ("$TRAIN", "$ROLLOUT")):
+            print(FOLDERS)
         for name, can in able.items():
             print(f"a run on {name.upper()}s {'would start' if can else 'would not start: mend the errors above'}")
     return 0 if able[arguments.platform or "cpu"] else 1
@@ -281,7 +284,7 @@ def _npu(facts: Facts) -> list[Item]:
         return [
             Item("ok", "NPUs", "none, and no CANN in its usual place: runs are on CPUs (--platform npu looks anyway)")
         ]
-    seen = [Item("ok", "Ascend", line) for line in facts.npu_lines]
+    seen = [Item("seen", "Ascend", line) for line in facts.npu_lines]
     found = [Item(f.level, "Ascend", str(f).partition(": ")[2], _ascend_commands(f, facts)) for f in facts.npu_findings]
     if not facts.machine.npus:
         text = "no device file /dev/davinci*: install the driver and firmware, or give the container its devices"

@@ -115,6 +115,27 @@ def test_the_npu_side_counts_only_where_it_is_asked_for(monkeypatch, capsys):
     assert "a run on CPUs would start" in out and "a run on NPUs would not start" in out
 
 
+def test_folders_that_commands_leave_to_the_reader_are_named_where_such_a_command_is(monkeypatch, capsys):
+    missing = Finding("error", ("placement.trainer_python",), "trainer: torch_npu is not installed; install it")
+    facts = replace(WELL, npu_findings=(missing,))
+    monkeypatch.setattr(doctor, "look", lambda config, npu: facts)
+    cli.main(["doctor"])
+    assert doctor.FOLDERS in capsys.readouterr().out.splitlines()
+    facts = replace(facts, pythons={"trainer": "/own/python", "rollout": "/own/python"})
+    cli.main(["doctor"])
+    assert doctor.FOLDERS not in capsys.readouterr().out
+
+
+def test_what_was_only_looked_at_is_not_called_ok(monkeypatch, capsys):
+    missing = Finding("error", ("run.platform",), "CANN is not found: install its toolkit")
+    facts = replace(WELL, npu_findings=(missing,), npu_lines=("CANN none in this environment, driver unknown",))
+    monkeypatch.setattr(doctor, "look", lambda config, npu: facts)
+    assert cli.main(["doctor", "--platform", "npu"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "seen     Ascend: CANN none in this environment, driver unknown" in lines
+    assert not any(line.startswith("ok") and "Ascend" in line for line in lines)
+
+
 def test_this_machine_is_looked_at_and_told_as_json(capsys):
     status = cli.main(["doctor", "--json"])
     told = json.loads(capsys.readouterr().out)
