@@ -9,7 +9,7 @@ import argparse
 import shlex
 from collections.abc import Iterable
 
-from mindspeed_asyncflow.config.keys import all_paths
+from mindspeed_asyncflow.config.keys import all_paths, choices
 
 NAME = "completion"
 HELP = "print a script that lets bash or zsh complete subcommands, options and settings"
@@ -23,6 +23,21 @@ _SCRIPT = """\
     COMPREPLY=()
     if ((COMP_CWORD == 1)); then
         COMPREPLY=($(compgen -W {commands} -- "$word"))
+        return
+    fi
+    local set= setting=
+    if [[ $before == --set && $word == *=* ]]; then  # one word where = does not end one, as in zsh
+        setting=${{word%%=*}} set=$setting=
+    elif [[ $word == = && ${{COMP_WORDS[COMP_CWORD-2]}} == --set ]]; then
+        setting=$before word=
+    elif [[ $before == = && ${{COMP_WORDS[COMP_CWORD-3]}} == --set ]]; then
+        setting=${{COMP_WORDS[COMP_CWORD-2]}}
+    fi
+    case "$setting" in
+{settings}
+    esac
+    if [[ $words ]]; then
+        COMPREPLY=($(compgen -P "$set" -W "$words" -- "${{word#"$set"}}"))
         return
     fi
     case "$command $before" in
@@ -43,6 +58,7 @@ _VALUE = '        {case}) COMPREPLY=($(compgen -W {words} -- "$word")); return;;
 _SETTINGS = """\
         {case}) compopt -o nospace +o filenames 2>/dev/null
             COMPREPLY=($(compgen -W {words} -- "$word")); return;;"""
+_OR_FILE = '        {case}) COMPREPLY=($(compgen -W {words} -- "$word") $(compgen -f -- "$word")); return;;'
 _OPTIONS = "        {case}) words={words};;"
 
 
@@ -68,6 +84,8 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
             case = "|".join(shlex.quote(f"{name} {option}") for option in action.option_strings)
             if case and "--set" in action.option_strings:
                 values.append(_SETTINGS.format(case=case, words=_words(f"{path}=" for path in all_paths())))
+            elif case and (words := _words_of(action)):
+                values.append(_OR_FILE.format(case=case, words=_words(words)))
             elif case and action.choices:
                 values.append(_VALUE.format(case=case, words=_words(action.choices)))
             elif action.choices:
@@ -76,9 +94,16 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
         shell=shell,
         before="autoload -Uz bashcompinit && bashcompinit\n" if shell == "zsh" else "",
         commands=_words([*commands, *(o for a in parser._actions for o in a.option_strings)]),
+        settings="\n".join(_OPTIONS.format(case=path, words=_words(words)) for path, words in choices().items()),
         values="\n".join(values),
         options="\n".join(options),
     )
+
+
+def _words_of(action: argparse.Action) -> list[str]:
+    """Those that may stand in place of a file: the small letters of a metavar such as `auto|never|CHECKPOINT`."""
+    name = action.metavar if isinstance(action.metavar, str) and "|" in action.metavar else ""
+    return [word for word in name.split("|") if word.islower()]
 
 
 def _words(words: Iterable[object]) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.config.section import Section
@@ -107,6 +107,20 @@ def _describe(path: str, section: type[Section]) -> Iterator[KeyDoc]:
             yield from _describe(f"{path}.{name}", type(default))
         else:
             yield KeyDoc(f"{path}.{name}", _type_name(field.annotation), default, field.description or "")
+
+
+@cache
+def choices() -> dict[str, tuple[str, ...]]:
+    """The words, as YAML has them, of each setting that takes one of a few."""
+    found = {}
+    for path in all_paths():
+        *_, name = parts = path.split(".")
+        annotation = innermost(parts)[1].model_fields[name].annotation
+        kinds = [kind for kind in (annotation, *get_args(annotation)) if kind is bool or get_origin(kind) is Literal]
+        words = [word for kind in kinds for word in (("true", "false") if kind is bool else get_args(kind))]
+        if words and not any(get_origin(kind) in (list, tuple, dict) for kind in (annotation, *get_args(annotation))):
+            found[path] = tuple(map(str, dict.fromkeys(words)))
+    return found
 
 
 def innermost(parts: Sequence[str]) -> tuple[int, type[Section]]:

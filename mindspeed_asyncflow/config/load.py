@@ -45,6 +45,7 @@ def parse_config(text: str, overrides: Iterable[str] = (), name: str = "configur
     data = {key: {} if value is None and key in keys.sections() else value for key, value in data.items()}
     for override in overrides:
         _apply(data, override, origins, mistakes)
+    _keep_off(data)
     config = None
     try:
         # JSON mode in strict form: a list may become a tuple, but `true` is no number and "8" is no integer.
@@ -57,6 +58,17 @@ def parse_config(text: str, overrides: Iterable[str] = (), name: str = "configur
         head = f"{name}: {len(mistakes)} mistake{'s' if len(mistakes) != 1 else ''} in the settings"
         raise ConfigError("\n  ".join([head, *mistakes]))
     return config
+
+
+def _keep_off(data: dict[str, Any]) -> None:
+    """YAML reads `off` as false: where a setting has the word among its choices, the word is meant."""
+    for path in (path for path, words in keys.choices().items() if "off" in words):
+        *sections, name = path.split(".")
+        node: Any = data
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        if isinstance(node, dict) and node.get(name) is False:
+            node[name] = "off"
 
 
 def _apply(data: dict[str, Any], override: str, origins: dict[str, str], mistakes: list[str]) -> None:

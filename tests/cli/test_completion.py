@@ -47,6 +47,32 @@ def test_choices_files_and_settings_are_offered(bash):
     assert bash("completion", "z") == ["zsh"]
 
 
+def test_words_that_stand_in_place_of_a_file_are_offered_beside_files(bash):
+    offered = bash("train", "c.yaml", "--resume", "")
+    assert offered[:2] == ["auto", "never"] and sorted(offered[2:]) == ["asyncflow.bash", "settings.yaml"]
+    assert bash("serve", "c.yaml", "--resume", "n") == ["never"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["algorithm.advantage", "=", "grpo_l"], ["grpo_loo"]),  # as bash parts words at =
+        (["workflow.schedule", "="], ["separated", "colocated"]),
+        (["trainer.recompute", "=", "t"], ["true"]),
+        (["algorithm.advantage=grpo_l"], ["algorithm.advantage=grpo_loo"]),  # as zsh leaves them whole
+        (["trainer.mindspeed.moe_overlap="], ["trainer.mindspeed.moe_overlap=off"]),
+    ],
+)
+def test_after_the_name_of_a_setting_its_values_are_offered(bash, typed, offered):
+    found = bash("train", "c.yaml", "--set", *typed)
+    assert found[: len(offered)] == offered
+    assert all(word.startswith(offered[0].partition("=")[0]) for word in found if "=" in offered[0])
+
+
+def test_a_setting_that_takes_any_number_has_no_values_to_offer(bash):
+    assert bash("train", "c.yaml", "--set", "trainer.steps", "=", "tr") == []
+
+
 def test_every_subcommand_is_in_the_script_of_both_shells():
     for shell in ("bash", "zsh"):
         text = script(build_parser(), shell)

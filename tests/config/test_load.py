@@ -125,6 +125,14 @@ def test_exponent_without_a_dot_is_a_number():
     assert (config.trainer.lr, config.trainer.grad_clip, config.algorithm.advantage_eps) == (1e-6, 2e3, 5e-7)
 
 
+def test_off_is_a_word_where_it_is_a_choice_and_false_elsewhere():
+    config = parse_config("{correction: {weight: off}, trainer: {mindspeed: {moe_overlap: off}, recompute: off}}")
+    assert (config.correction.weight, config.trainer.mindspeed.moe_overlap) == ("off", "off")
+    assert config.trainer.recompute is False
+    assert parse_config("", ["correction.reject=off"]).correction.reject == "off"
+    assert "correction.weight = True" in mistakes("correction: {weight: on}")
+
+
 def test_duplicate_keys_are_refused_with_both_lines():
     message = mistakes("trainer:\n  lr: 1e-4\n  steps: 2\n  lr: 1e-5\n")
     assert "line 4: trainer.lr is given twice, first on line 2" in message
