@@ -106,6 +106,8 @@ def closing_words(summary: Mapping[str, Any], folder: Path | str | None = None) 
         lines.append(_next_look(summary))
         if get("error") and (RunFolder(Path(folder)).checkpoints / LATEST).exists():
             lines.append(f"To go on from its newest checkpoint: the same command with --run-folder {folder}")
+        elif get("error") and get("steps"):
+            lines.append("No checkpoint was made, so these steps are lost; trainer.save_every makes some on the way.")
     return "\n".join(lines)
 
 

@@ -141,3 +141,15 @@ def test_durations_read_like_speech():
         "1 min 25 s",
         "1 h 02 min",
     ]
+
+
+def test_words_of_a_run_that_ended_early_say_what_is_left_of_its_steps(tmp_path):
+    stopped = GOOD | {"error": "Interrupted: stopped by a signal"}
+    lost = "No checkpoint was made"
+    assert lost in closing_words(stopped, tmp_path) and "trainer.save_every" in closing_words(stopped, tmp_path)
+    assert lost not in closing_words(GOOD, tmp_path) and lost not in closing_words(stopped | {"steps": 0}, tmp_path)
+    checkpoints = RunFolder(tmp_path).checkpoints
+    (checkpoints / "step_000010").mkdir(parents=True)
+    (checkpoints / "latest").symlink_to("step_000010")
+    words = closing_words(stopped, tmp_path)
+    assert lost not in words and f"--run-folder {tmp_path}" in words
