@@ -102,9 +102,11 @@ def test_words_of_an_interrupted_run_point_to_no_error(tmp_path):
     assert "error" not in words and "log.txt" not in words and "report.html" in words
 
 
-def test_a_run_that_ended_early_says_how_it_goes_on_where_it_has_a_checkpoint(tmp_path):
+def test_a_run_that_ended_early_says_how_it_goes_on_or_that_its_steps_are_lost(tmp_path):
     stopped = GOOD | {"error": "Interrupted: stopped by a signal"}
     assert "To go on" not in closing_words(stopped, tmp_path)
+    assert "these steps are lost; trainer.save_every" in closing_words(stopped, tmp_path)
+    assert "are lost" not in closing_words(stopped | {"steps": 0}, tmp_path) + closing_words(GOOD, tmp_path)
     (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
     assert closing_words(stopped, tmp_path).endswith(f"the same command with --run-folder {tmp_path}")
     assert "To go on" not in closing_words(GOOD, tmp_path)
@@ -141,15 +143,3 @@ def test_durations_read_like_speech():
         "1 min 25 s",
         "1 h 02 min",
     ]
-
-
-def test_words_of_a_run_that_ended_early_say_what_is_left_of_its_steps(tmp_path):
-    stopped = GOOD | {"error": "Interrupted: stopped by a signal"}
-    lost = "No checkpoint was made"
-    assert lost in closing_words(stopped, tmp_path) and "trainer.save_every" in closing_words(stopped, tmp_path)
-    assert lost not in closing_words(GOOD, tmp_path) and lost not in closing_words(stopped | {"steps": 0}, tmp_path)
-    checkpoints = RunFolder(tmp_path).checkpoints
-    (checkpoints / "step_000010").mkdir(parents=True)
-    (checkpoints / "latest").symlink_to("step_000010")
-    words = closing_words(stopped, tmp_path)
-    assert lost not in words and f"--run-folder {tmp_path}" in words
