@@ -69,7 +69,7 @@ class Spoiled:
     def __init__(self, url: str, owner: str, intruder: str, count: int) -> None:
         host, port = url.partition("//")[2].split(":")
         self._place, self._tokens = (host, int(port)), (owner, intruder)
-        self._requests = [r for r in requests(0, count) if not _waits(r)]
+        self._requests = [r for r in requests(0, count + count // 10) if not _waits(r)][:count]
         self.tried = self.errors = 0
         self.effects: list[Request] = []  # taken though nothing right is left
         self.statuses: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""Train an agent of your own: it asks the policy as OpenAI's chat completions, and gives its trajectories back.
+r"""Train an agent of your own: it asks the policy as OpenAI's chat completions, and gives its trajectories back.
 
     asyncflow serve configs/qwen_tiny_cpu.yaml --set service.prompts=client --set data.chat=true \
         --set data.chat_template=examples/plain_chat.jinja

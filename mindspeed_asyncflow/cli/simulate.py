@@ -14,7 +14,6 @@ from mindspeed_asyncflow.cli.plan import model_work, with_lengths
 from mindspeed_asyncflow.config import Config, dump_resolved
 from mindspeed_asyncflow.errors import ConfigError
 from mindspeed_asyncflow.observe import trace
-from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.run_folder import RunFolder
 from mindspeed_asyncflow.observe.writers import MetricsWriter
 from mindspeed_asyncflow.planner.profile import Profile
@@ -94,13 +93,14 @@ def _single(config: Config, work: Work, folder: RunFolder, profile: Profile | No
     from mindspeed_asyncflow.simulation import compare, gantt
     from mindspeed_asyncflow.simulation.pricing import priced
     from mindspeed_asyncflow.simulation.run import simulate
+    from mindspeed_asyncflow.simulation.telling import SimProgress
 
     settled, costs = priced(config, work, profile)
     metrics = MetricsWriter(folder)
     tracer = trace.configure(
         folder.trace, "simulation", config.observe.trace, clock_ns=_virtual_ns, flush_s=TRACE_EVERY_S
     )
-    progress = Progress(config.simulation.steps, sys.stderr)
+    progress = SimProgress(config.simulation.steps, sys.stderr)
     try:
         result = simulate(settled, costs, metrics=metrics, progress=progress)
     finally:

@@ -167,6 +167,9 @@ def _devices(config: Config, machine: Machine) -> Iterator[Raw]:
         if threads > machine.cpus:
             text = f"{threads} CPUs wanted by each process, {machine.cpus} available; set it to {machine.cpus} or less"
             yield "error", (key,), text
+    if config.model.dtype == "bfloat16" and not machine.bfloat16:
+        text = "is bfloat16, of which the CPUs here multiply matrices tens of times slower than of float32; set float32"
+        yield "warning", ("model.dtype",), text
     if r.engine == "vllm" and r.tensor_parallel > machine.cpus:
         yield (
             "error",

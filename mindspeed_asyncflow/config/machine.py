@@ -30,6 +30,7 @@ class Machine:
     nodes: int = 1
     assumed: bool = False  # not here: ports count as free, modules as installed, files as being there
     whole: bool = True  # False: this node only, of a cluster whose size is not known here
+    bfloat16: bool = True  # its CPUs multiply matrices of it about as fast as of float32
 
     def port_is_free(self, port: int) -> bool:
         """True where a server can listen on `port` now, on every address."""
@@ -62,6 +63,7 @@ def probe(folder: str | Path = ".") -> Machine:
         free_memory_bytes=free,
         shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else 0,
         disk_bytes=shutil.disk_usage(place).free,
+        bfloat16=_multiplies_bfloat16(_read("/proc/cpuinfo")),
     )
 
 
@@ -102,6 +104,18 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="ascii")
     except OSError:
         return ""
+
+
+def _multiplies_bfloat16(cpuinfo: str) -> bool:
+    """By oneDNN, which torch multiplies with; without that torch is tens of times slower. True where it is unknown."""
+    for line in cpuinfo.splitlines():
+        name, _, words = line.partition(":")
+        if name.strip() == "flags":  # x86
+            flags = set(words.split())
+            return {"avx512bw", "avx512vl", "avx512dq"} <= flags or "avx_ne_convert" in flags
+        if name.strip() == "Features":  # Arm
+            return "bf16" in words.split()
+    return True
 
 
 def _cpus() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -59,8 +60,10 @@ class ReasoningGym:
 
 def _load_library() -> ModuleType:
     try:
-        library = importlib.import_module("reasoning_gym")
-        importlib.import_module("reasoning_gym.utils")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of libraries that it loads, when they are compiled
+            library = importlib.import_module("reasoning_gym")
+            importlib.import_module("reasoning_gym.utils")
     except ImportError as error:
         raise DataError(
             f"a reasoning_gym task needs a library that is missing ({error}): pip install 'mindspeed_asyncflow[tasks]'"

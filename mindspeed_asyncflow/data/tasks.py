@@ -95,4 +95,7 @@ def _user_class(module: str, attribute: str) -> Callable[..., Task]:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise DataError(f"data.task python:{module}:{attribute} cannot be loaded: {error}") from error
+        raise DataError(
+            f"data.task python:{module}:{attribute} cannot be loaded ({error}): its class has name, problems and score "
+            "(docs/data.md), its folder is in PYTHONPATH"
+        ) from error

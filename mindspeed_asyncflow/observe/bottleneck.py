@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mindspeed_asyncflow.config.feasibility import devices
+from mindspeed_asyncflow.config.feasibility import devices, on_npu, own_replicas
+from mindspeed_asyncflow.config.machine import Machine, probe
 from mindspeed_asyncflow.config.schema import Config
 
 WAITS = 0.10  # a side that is idle less than this share of the time is busy
 APART = 0.10  # idle shares that differ by less are alike
 MOST_LAG = 4  # no more lag than this is advised: answers get too old to learn from
+LEAST_STEPS = 10  # of a whole run: with fewer its beginning counts too much
 INPUTS = ("idle/trainer", "idle/rollout", "queue/reward")
 
 
@@ -29,22 +31,37 @@ class Sizes:
     nodes: int = 1
     samples_per_step: int = 256
     by_client: tuple[str, ...] = ()  # settings by which the run waits for a client (`service.prompts`, ...)
+    cpus_left: int | None = None  # that no process of the run wants; None: the run is on NPUs
+    rank_cpus: int = 1  # that one more of `trainer.data_parallel` wants
+    replica_cpus: int = 1
 
     @classmethod
-    def of(cls, config: Config) -> Sizes:
-        w = config.workflow
+    def of(cls, config: Config, machine: Machine | None = None) -> Sizes:
+        """`machine`: that of the run; default: this one. CPUs are counted as `asyncflow check` counts them."""
+        w, t, r = config.workflow, config.trainer, config.rollout
+        here = machine or probe()
+        training = t.world_size * t.threads + config.critic_size * config.critic.threads
+        replica = r.tensor_parallel * r.threads
+        left = None if on_npu(config, here) else here.cpus - training - own_replicas(config) * replica
         return cls(
             max_lag=w.max_lag,
             keep_versions=w.keep_versions,
             overlap=w.overlap,
             shared=w.schedule == "colocated",
-            replicas=config.rollout.replicas,
-            data_parallel=config.trainer.data_parallel,
+            replicas=r.replicas,
+            data_parallel=t.data_parallel,
             scorers=config.reward.workers,
             nodes=math.ceil(devices(config) / config.cluster.device.devices_per_node),
             samples_per_step=config.samples_per_step,
             by_client=tuple(config.service.by_client),
+            cpus_left=left,
+            rank_cpus=training // t.data_parallel,
+            replica_cpus=replica,
         )
+
+    def have_cpus(self, more: int) -> bool:
+        """Whether the run may want so many more: processes that take turns on a CPU make it slower."""
+        return self.cpus_left is None or more <= self.cpus_left
 
 
 def averaged(steps: Iterable[Mapping[str, float | None]]) -> dict[str, float]:
@@ -86,13 +103,15 @@ def bottleneck(metrics: Mapping[str, float], sizes: Sizes) -> str:
     if trainer < WAITS and rollout < WAITS:
         return f"balanced: trainer waits {_share(trainer)}, rollout waits {_share(rollout)}"
     if abs(trainer - rollout) < APART:
-        head, more = f"trainer and rollout wait for each other, {_share(trainer)} and {_share(rollout)}", []
+        head, more, of = f"trainer and rollout wait for each other, {_share(trainer)} and {_share(rollout)}", "", ""
     elif trainer > rollout:
-        head, more = f"rollout-bound: trainer waits {_share(trainer)}", [_more_rollout(sizes)]
+        head, more, of = f"rollout-bound: trainer waits {_share(trainer)}", _more_rollout(sizes), "replicas"
     else:
-        head, more = f"trainer-bound: rollout waits {_share(rollout)}", [_more_training(sizes)]
-    advice = [*_looser(trainer, rollout, sizes), *more]
-    return f"{head}; try {' or '.join(advice)}" if advice else head
+        head, more, of = f"trainer-bound: rollout waits {_share(rollout)}", _more_training(sizes), "trainer ranks"
+    advice = [*_looser(trainer, rollout, sizes), *filter(None, [more])]
+    if advice:
+        return f"{head}; try {' or '.join(advice)}"
+    return f"{head}; the machine has no CPUs for more {of}" if of else head
 
 
 def _client(trainer: float, rollout: float, unscored: float, sizes: Sizes) -> str:
@@ -123,17 +142,21 @@ def _looser(trainer: float, rollout: float, sizes: Sizes) -> list[str]:
 
 
 def _more_rollout(sizes: Sizes) -> str:
+    """Empty where the machine has no CPUs for it."""
     if sizes.nodes > 1:
         return "move one node to rollout"
     taken = f" and trainer.data_parallel {sizes.data_parallel - 1}" if sizes.data_parallel > 1 else ""
-    return f"rollout.replicas {sizes.replicas + 1}{taken}"
+    more = sizes.replica_cpus - (sizes.rank_cpus if taken else 0)
+    return f"rollout.replicas {sizes.replicas + 1}{taken}" if sizes.have_cpus(more) else ""
 
 
 def _more_training(sizes: Sizes) -> str:
+    """Empty where the machine has no CPUs for it."""
     if sizes.nodes > 1:
         return "move one node to the trainer"
     taken = f" and rollout.replicas {sizes.replicas - 1}" if sizes.replicas > 1 else ""
-    return f"trainer.data_parallel {sizes.data_parallel + 1}{taken}"
+    more = sizes.rank_cpus - (sizes.replica_cpus if taken else 0)
+    return f"trainer.data_parallel {sizes.data_parallel + 1}{taken}" if sizes.have_cpus(more) else ""
 
 
 def _turns(trainer: float, rollout: float, sizes: Sizes) -> str:

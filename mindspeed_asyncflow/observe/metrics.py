@@ -96,6 +96,15 @@ def describe(prefix: str, values: Sequence[float]) -> dict[str, float]:
     return result
 
 
+def explained_variance(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Of a critic's returns by its values; nothing where there are none, or where all returns are equal."""
+    if "critic/returns_mean" not in metrics:
+        return {}
+    of_returns = metrics["critic/returns_sq_mean"] - metrics["critic/returns_mean"] ** 2
+    left = metrics["critic/residual_sq_mean"] - metrics["critic/residual_mean"] ** 2
+    return {"critic/vf_explained_var": 1 - left / of_returns} if of_returns > 1e-12 else {}
+
+
 def metrics_page() -> str:
     """The text of `docs/metrics.md`."""
     lines = [
@@ -103,6 +112,10 @@ def metrics_page() -> str:
         "",
         "Generated from `mindspeed_asyncflow/observe/table.py`; write it again with",
         "`python -m mindspeed_asyncflow.observe.metrics > docs/metrics.md`.",
+        "",
+        "`step` of a record counts from 0, as do the files of `samples/` and `asyncflow audit`; terminal, `log.txt`",
+        "and folders of checkpoints count the steps that are made: the record with step 3 and",
+        "`samples/step_000003.txt` are of the step that ends with `step 4/60`.",
         "",
         "Each step is one line of `metrics.jsonl` and one TensorBoard step under the same names. Ranks and",
         "micro-batches send parts that merge in any order: *mean* = sum of `part` / sum of `per`; *max*, *min*,",

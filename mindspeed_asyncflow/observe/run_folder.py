@@ -101,6 +101,13 @@ class RunFolder:
             raise PlatformError(f"cannot make the run folder {path}: {error.strerror or error}") from error
         return folder
 
+    def be_latest(self, base: Path | str) -> None:
+        """Point `base/latest` here, where this folder lies in `base`."""
+        path = self.path.resolve()  # it may be named by way of `latest`
+        if path.parent == Path(base).resolve():
+            with contextlib.suppress(OSError):  # the run does not need it
+                _point_latest(path.parent, path.name)
+
     def _furnish(self, config_yaml: str, checkpoint: Path | None = None) -> None:
         self.trace.mkdir()
         self.samples.mkdir()

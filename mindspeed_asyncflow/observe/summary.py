@@ -30,7 +30,8 @@ REQUIRED = (
 it ended early without an error), `heldout_first`, `evaluation_first` and `evaluation` (the newest one; keys as in
 `evaluations.jsonl`), `dropped_by_reason` {reason: answers}, `lag_histogram` {lag:
 answers}, `samples_per_s`, `tokens_per_s`, `trainer_idle_share`, `rollout_idle_share`, `bottleneck` (in words), `task`,
-`model`."""
+`model`, `dtype`, `steps_before` (made by processes before this one; `wall_s` is the time of this one),
+`rollout_train_logprob_gap_limit` (a run that exceeds it stops)."""
 
 TREND_STEPS = 20
 _COUNTS = ("steps", "samples_issued", "samples_trained", "samples_dropped", "samples_open")
@@ -87,7 +88,7 @@ def closing_words(summary: Mapping[str, Any], folder: Path | str | None = None) 
     if first is not None and last is not None:
         trend = _trend(first, last) if get("steps", 0) >= TREND_STEPS else ""  # a few steps tell nothing
         lines.append(f"Reward went from {_num(first)} to {_num(last)}{trend}.")
-    lines += _heldout(summary)
+    lines += _heldout(summary) if get("steps", 0) else []  # the model as it came tells nothing of the run
     speed = [f"{_num(summary[key])} {unit}" for key, unit in
              (("samples_per_s", "answers/s"), ("tokens_per_s", "tokens/s"))
              if get(key) is not None]  # fmt: skip
@@ -99,15 +100,14 @@ def closing_words(summary: Mapping[str, Any], folder: Path | str | None = None) 
         lines.append(f"What held it back: {get('bottleneck')}.")
     lines.append(_ledger(summary))
     if get("rollout_train_logprob_gap_max") is not None:
-        lines.append(
-            f"At equal weights, trainer and rollout differ by at most {get('rollout_train_logprob_gap_max'):.1e} nat "
-            "per token."
-        )
+        lines.append(_gap(summary))
     if folder is not None:
         lines.append(f"Results: {folder}")
         lines.append(_next_look(summary))
         if get("error") and (RunFolder(Path(folder)).checkpoints / LATEST).exists():
             lines.append(f"To go on from its newest checkpoint: the same command with --run-folder {folder}")
+        elif get("error") and get("steps"):
+            lines.append("No checkpoint was made, so these steps are lost; trainer.save_every makes some on the way.")
     return "\n".join(lines)
 
 
@@ -130,15 +130,25 @@ def _heldout(summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _gap(summary: Mapping[str, Any]) -> str:
+    gap, limit = summary["rollout_train_logprob_gap_max"], summary.get("rollout_train_logprob_gap_limit")
+    said = f"At equal weights, trainer and rollout differ by at most {gap:.1e} nat per token"
+    if summary.get("dtype") != "bfloat16" or limit is None:
+        return f"{said}."
+    return f"{said}; rounding in bfloat16 (model.dtype) gives up to about 0.3, and above {limit:g} a run stops."
+
+
 def _opening(summary: Mapping[str, Any]) -> str:
-    steps, took = summary.get("steps", 0), duration(summary.get("wall_s"))
+    steps, before, took = summary.get("steps", 0), summary.get("steps_before", 0), duration(summary.get("wall_s"))
+    here = f"the last {steps - before} in {took}" if steps > before else f"none of them in the last {took}"
+    after = f", {here}" if before else f" and {took}"
     what = f"{summary.get('model', 'the policy')} on {summary['task']}" if summary.get("task") else "the policy"
     if _interrupted(summary):
         whom = "its client" if "by its client" in str(summary["error"]) else "a signal"
-        return f"Stopped by {whom} after {steps} steps and {took}."
+        return f"Stopped by {whom} after {steps} steps{after}."
     if summary.get("error"):
-        return f"The run FAILED after {steps} steps and {took}: {summary['error']}"
-    return f"Trained {what} for {steps} steps in {took}."
+        return f"The run FAILED after {steps} steps{after}: {summary['error']}"
+    return f"Trained {what} for {steps} steps{after if before else f' in {took}'}."
 
 
 def _interrupted(summary: Mapping[str, Any]) -> bool:

@@ -118,7 +118,7 @@ class RunApi:
             raise ServiceError(503, "starting", "the engines are starting: init_engines tells when they are ready")
         if outside.state != RUNNING or outside.loop is None:
             why = f": {outside.error}" if outside.error else ""
-            raise ServiceError(409, "ended", f"the run has ended{why}")
+            raise ServiceError(409, "ended", f"the run has ended{why}; status, metrics, export and stop still answer")
         return outside
 
     def _place(self, tenant: str) -> tuple[Outside, TenantStore | None]:

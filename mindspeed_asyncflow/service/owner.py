@@ -156,7 +156,7 @@ class Owner:
         """Through a recovery too. A load that has begun goes on when the caller is gone."""
         steps = self.config.trainer.steps
         if version is not None and not 0 <= version <= steps:
-            raise ServiceError(422, "version", f"version {version}: versions are 0 to trainer.steps {steps}")
+            raise ServiceError(422, "version", f"this run makes versions 0 to {steps} (trainer.steps), not {version}")
         try:
             return await in_time(self._served(version), timeout_s)
         except asyncio.TimeoutError:

@@ -45,6 +45,8 @@ def begin(config: Config, run_folder: Path | None, resume: str = AUTO) -> Iterat
         start = choose(config, run_folder, resume)
         if not there and not start.complete:
             held.enter_context(start.folder.locked())
+        if not start.complete:
+            start.folder.be_latest(config.run.folder)
         yield start
 
 
@@ -154,7 +156,7 @@ def _complete(config: Config, checkpoint: Path | None) -> str:
     found = read_state(checkpoint)
     version, steps = found["version"], config.trainer.steps
     if version >= steps:
-        return f"{version} of {steps} steps are trained (trainer.steps)"
+        return f"{version} steps are trained, and trainer.steps is {steps}"
     if _data_is_used_up(found, config):
         if found["stream"].get("client"):
             return f"the client's prompts ended after {version} steps"

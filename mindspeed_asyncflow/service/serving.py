@@ -64,6 +64,8 @@ def _run(api: RunApi, run_folder: Path | None, warnings: Iterable[str], resume: 
 def _linger(api: RunApi, limit_s: float) -> None:
     """Who has not heard of the end yet may still ask. A signal ends it."""
     _listen()
+    if limit_s and not api.stopped.is_set():
+        print(f"the server answers status, metrics and export for {limit_s:g} s more (service.linger_s), or until stop")
     until = time.monotonic() + limit_s
     with contextlib.suppress(KeyboardInterrupt):
         while not api.stopped.is_set() and time.monotonic() < until:

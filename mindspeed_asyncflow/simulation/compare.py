@@ -92,10 +92,13 @@ def table(results: dict[str, Outcome], against: str | None = None) -> list[str]:
 def words(result: SimulationResult) -> Sequence[str]:
     """A run in a few lines."""
     lags = ", ".join(f"{lag}: {rows:,}" for lag, rows in result.lag_histogram.items())
+    took = f"{result.step_s:.1f} s each after the first {result.skipped}"
+    if result.steps - result.skipped == 1:
+        took = f"the last one took {result.step_s:.1f} s"
     lines = [
         f"{result.tokens_per_s:,.0f} tokens/s on {result.devices} devices "
         f"({result.tokens_per_s_per_device:,.0f} per device), {result.samples_per_s:,.1f} samples/s",
-        f"{result.steps} steps, {result.step_s:.1f} s each after the first {result.skipped}",
+        f"{result.steps} steps, {took}",
         "idle: " + ", ".join(f"{side} {share:.1%}" for side, share in result.idle.items()),
         f"rows by lag: {lags}",
         f"an update takes a replica {result.load_s:.2f} s, {result.rollout_exposed_share:.2%} of its time; "

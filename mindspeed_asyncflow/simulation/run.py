@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import numpy as np
 from mindspeed_asyncflow.config.feasibility import own_replicas, sharing_replicas
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.errors import WorkerLost
-from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.writers import SampleText
 from mindspeed_asyncflow.planner.costs import Costs
 from mindspeed_asyncflow.planner.estimate import estimate
@@ -24,6 +22,7 @@ from mindspeed_asyncflow.simulation.dock import SimDock
 from mindspeed_asyncflow.simulation.mirrors import Mirrors
 from mindspeed_asyncflow.simulation.prompts import Prompts
 from mindspeed_asyncflow.simulation.result import LABEL, Mark, Marks, SimulationResult, blocks, idle_of
+from mindspeed_asyncflow.simulation.telling import SimMetrics, SimProgress
 from mindspeed_asyncflow.simulation.workers import Law, SimReference, SimRollout, SimScorer, SimTrainer
 from mindspeed_asyncflow.workflow.job import Crew
 from mindspeed_asyncflow.workflow.recorder import StepRecorder
@@ -35,29 +34,23 @@ from mindspeed_asyncflow.workflow.weight_sync import WeightSync, expected_of
 TABLE = RelayTable([("weights", "float32", (1, 1), [(0, 1, 0, 1, 0)])])
 
 
-class NoMetrics:
-    """Where nobody wants the metrics of each step."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-
 class NoSamples:
     def write(self, step: int, sample: SampleText) -> None: ...
 
 
 def simulate(
-    config: Config, costs: Costs, *, metrics: Any = None, progress: Progress | None = None
+    config: Config, costs: Costs, *, metrics: Any = None, progress: SimProgress | None = None
 ) -> SimulationResult:
     """Run `simulation.steps` steps of `config` and measure them. A pure function of its arguments but for `real_s`.
 
-    `metrics`: a `MetricsWriter` for each step's metrics; spans go to the tracer of this process. Raises what a real run
-    would raise, and SimulationError for a deadlock.
+    `metrics`: a `MetricsWriter` for each step's metrics, less what is not simulated (`telling.py`); spans go to the
+    tracer of this process. Raises what a real run would raise, and SimulationError for a deadlock.
     """
     began = time.perf_counter()
     config = settled(config, costs)
 
     async def main() -> Simulation:
-        simulation = Simulation(config, costs, metrics or NoMetrics(), progress)
+        simulation = Simulation(config, costs, SimMetrics(metrics), progress)
         await simulation.go()
         return simulation
 
@@ -82,7 +75,7 @@ def settled(config: Config, costs: Costs) -> Config:
 class Simulation:
     """Made inside the virtual loop."""
 
-    def __init__(self, config: Config, costs: Costs, metrics: Any, progress: Progress | None) -> None:
+    def __init__(self, config: Config, costs: Costs, metrics: SimMetrics, progress: SimProgress | None) -> None:
         self.config, self.costs = config, costs
         c, w, s = config, config.workflow, config.simulation
         self.faults = faults.parse(s.faults, c.rollout.replicas)
@@ -107,7 +100,7 @@ class Simulation:
         late = {f.index for f in self.faults if f.kind == "join"}
         total = own_replicas(config) + sharing_replicas(config)
         self.rollouts = {i: self._rollout(i) for i in range(total) if i not in late}
-        quiet = progress or Progress(c.trainer.steps, io.StringIO(), live=False)
+        quiet = progress or SimProgress(c.trainer.steps, io.StringIO(), live=False)
         loop = asyncio.get_running_loop()
         self.recorder = StepRecorder(c, metrics, NoSamples(), quiet, str, loop.time)  # type: ignore[arg-type]
         self.mirrors = Mirrors(config, 0.0 if in_place else costs.fetch_s, self._fetch, self.rollouts)

@@ -199,8 +199,13 @@ class Law:
         self._oldest: int | None = None
         self._trained = np.zeros(0, bool)
 
-    def check(self, dock: SimDock, slots: np.ndarray, version: int, oldest_allowed: int | None) -> int:
-        """Rows that are trained at `version`, tokens before `oldest_allowed` masked; returns trained tokens."""
+    def check(
+        self, dock: SimDock, slots: np.ndarray, version: int, oldest_allowed: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that are trained at `version`, tokens before `oldest_allowed` masked.
+
+        Returns of each row how many tokens are trained, and the version of the oldest of these.
+        """
         rows = dock.rows
         oldest = rows.oldest[slots]
         tokens = rows.done[slots]
@@ -225,7 +230,7 @@ class Law:
         self.rows += len(slots)
         self.tokens += int(rows.done[slots].sum())
         self.prompt_tokens += int(rows.prompt[slots].sum())
-        return int(tokens.sum())
+        return tokens, oldest
 
     def take_oldest(self) -> int:
         """Oldest version that sampled a token trained since the last call; -1: none was trained."""
@@ -264,7 +269,8 @@ class SimTrainer:
         load = np.bincount(replica, lengths, len(plan))
         squares = np.bincount(replica, lengths**2, len(plan))
         took = float(np.max(self.costs.train_s(load, squares, np.array([len(r) for r in plan], np.float64))))
-        trained = self.law.check(self.dock, slots, self.version, rules.oldest_allowed)
+        tokens, oldest = self.law.check(self.dock, slots, self.version, rules.oldest_allowed)
+        trained, some = int(tokens.sum()), tokens > 0
         with get_tracer().span("train/forward_backward", lane="trainer", rows=len(slots), version=self.version):
             await self._work(took)
         sums = {"actor/tokens_count": float(trained), "samples_count": float(len(slots))}
@@ -274,7 +280,8 @@ class SimTrainer:
                 f"{name}_sum": float(values.sum()), f"{name}/max": float(values.max(initial=0)),
                 f"{name}/min": float(values.min(initial=answer.max(initial=0))),
             }  # fmt: skip
-        return ChunkReport(sums | {"response_length/clip_ratio_sum": 0.0}, took)
+        oldest_trained = dict(zip(flat[some].tolist(), oldest[some].tolist()))
+        return ChunkReport(sums, took, masked_tokens=int(answer.sum()) - trained, oldest_trained=oldest_trained)
 
     async def moments(self, rows: Sequence[int], rules: ChunkRules) -> tuple[Moments, Moments]:
         return Moments(), Moments()

@@ -16,9 +16,9 @@ from mindspeed_asyncflow.algorithms.aggregate import loss_denominator
 from mindspeed_asyncflow.config.feasibility import devices
 from mindspeed_asyncflow.config.schema import Config
 from mindspeed_asyncflow.dock.describe import waiting_rows
-from mindspeed_asyncflow.observe.bottleneck import Sizes, bottleneck, whole_run
+from mindspeed_asyncflow.observe.bottleneck import LEAST_STEPS, Sizes, bottleneck, whole_run
 from mindspeed_asyncflow.observe.log import get_logger
-from mindspeed_asyncflow.observe.metrics import describe, reduce_sums
+from mindspeed_asyncflow.observe.metrics import describe, explained_variance, reduce_sums
 from mindspeed_asyncflow.observe.progress import Progress
 from mindspeed_asyncflow.observe.trace import get_tracer
 from mindspeed_asyncflow.observe.writers import MetricsWriter, SamplesWriter, SampleText
@@ -78,10 +78,8 @@ class StepRecorder:
         self.masked_tokens = 0  # of the whole run
         self._generated_tokens = self._tokens = self._trained_tokens = 0
         self._loop_s = 0.0  # that the loops ran before this process
-        self.started = self._mark = self.clock()
-        self._busy_mark: dict[str, float] = dict.fromkeys(self.sides, 0.0)
-        self._there = dict.fromkeys(self.sides, self.started)  # since when each side counts
-        self.started_busy = dict(self._busy_mark)
+        self.before = 0  # steps made by processes before this one
+        self.begin()
         self.end()
         self._pending_eval: dict[str, float] = {}
         self._critic: dict[str, float] = {}
@@ -93,12 +91,13 @@ class StepRecorder:
         self.started = self._mark = self.clock()
         self.started_busy = {s: self.busy.seconds(s) for s in self.sides}
         self._busy_mark = dict(self.started_busy)
-        self._there = dict.fromkeys(self.sides, self.started)
+        self._there = dict.fromkeys(self.sides, self.started)  # since when each side counts
+        # End of the last step beside which replicas had work, and how long each side had worked by then.
+        self._fed: tuple[float, dict[str, float]] = self.started, {}
 
     def end(self) -> None:
         """The loops have ended; evaluation and saving do not count any more."""
         self.ended = self.clock()
-        self.ended_busy = {s: self.busy.seconds(s) for s in self.sides}
 
     def joined(self, side: str) -> None:
         """A replica that was not there from the beginning counts from now on."""
@@ -237,6 +236,9 @@ class StepRecorder:
         self.metrics.write(step, metrics)
         self.progress.step(step, metrics)
         self._reset(now)
+        # In the last `max_lag` steps no prompts are left to answer.
+        if not self._fed[1] or self.steps + self.config.workflow.max_lag <= self.config.trainer.steps:
+            self._fed = now, dict(self._busy_mark)
 
     def _sample_parts(self) -> dict[str, float]:
         return {
@@ -329,9 +331,11 @@ class StepRecorder:
         """What `summary.json` holds; `reward_last` is the mean of the last ten steps."""
         loop_s = self._loop_s + self.ended - self.started
         last = self.rewards[-10:]
-        busy = {s: self.ended_busy[s] - self.started_busy[s] for s in self.sides if s in self.ended_busy}
-        idle = {s: max(0.0, 1 - busy[s] / max(1e-9, self.ended - self._there[s])) for s in busy}
-        waits = whole_run(idle, self._unscored) if self.steps else {}
+        fed, busy = self._fed
+        for_s = {s: fed - self._there[s] for s in self.sides if s in busy and self._there[s] < fed}
+        idle = {s: max(0.0, 1 - (busy[s] - self.started_busy[s]) / for_s[s]) for s in for_s}
+        waits = whole_run(idle, self._unscored) if idle else {}
+        enough = len(self._unscored) >= LEAST_STEPS
         return {
             "task": self.config.data.task,
             "model": self.config.model.source,
@@ -339,6 +343,7 @@ class StepRecorder:
             "reward_last": float(np.mean(last)) if last else None,
             **of_run(self.verdicts, window.version),
             "steps": self.steps,
+            "steps_before": self.before,
             "wall_s": round(wall_s, 2),
             "loop_s": round(loop_s, 3),
             "max_lag": max(self.lags, default=0),
@@ -354,8 +359,10 @@ class StepRecorder:
             "tokens_per_s": self._trained_tokens / loop_s if self.steps else None,
             "trainer_idle_share": waits.get("idle/trainer"),
             "rollout_idle_share": waits.get("idle/rollout"),
-            "bottleneck": bottleneck(waits, Sizes.of(self.config)),
+            "bottleneck": bottleneck(waits, Sizes.of(self.config)) if enough else "",
             "rollout_train_logprob_gap_max": sync.gap_max,
+            "rollout_train_logprob_gap_limit": sync.limit,
+            "dtype": self.config.model.dtype,
             "note": self.note,
             "error": error,
         }
@@ -371,20 +378,12 @@ class StepRecorder:
         """Go on from where `state()` was taken; `begin` follows."""
         for name in KEPT:
             setattr(self, name, state[name])
+        self.before = self.before if self._unscored else self.steps  # the trainer alone may come back, too
         self.lags = Counter({lag: count for lag, count in state["lags"]})
         self._times, self._of_scorers = defaultdict(float, state["times"]), defaultdict(list, state["of_scorers"])
         self._talked, self.verdicts = Tally(**state["talked"]), [verdict_of(v) for v in state["verdicts"]]
         self._loop_s, self._parts = state["loop_s"], []
         self.progress.resumed(self.steps)
-
-
-def explained_variance(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Of the returns by the values; nothing where there are none, or where all returns are equal."""
-    if "critic/returns_mean" not in metrics:
-        return {}
-    of_returns = metrics["critic/returns_sq_mean"] - metrics["critic/returns_mean"] ** 2
-    left = metrics["critic/residual_sq_mean"] - metrics["critic/residual_mean"] ** 2
-    return {"critic/vf_explained_var": 1 - left / of_returns} if of_returns > 1e-12 else {}
 
 
 def dock_gauges(stats: Mapping[str, Any]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from mindspeed_asyncflow.records import PromptRow
 
 @pytest.fixture
 def folder(tmp_path):
-    config = parse_config('{"trainer": {"steps": 40}, "rollout": {"replicas": 3}}')
+    config = parse_config('{"trainer": {"steps": 40}, "rollout": {"replicas": 3}, "run": {"platform": "npu"}}')
     return RunFolder.create(tmp_path, "t", dump_resolved(config))
 
 

@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
+
 from mindspeed_asyncflow.config import parse_config
 from mindspeed_asyncflow.config.checks import check
 from mindspeed_asyncflow.config.feasibility import needed_replicas, own_replicas, sharing_replicas
 from mindspeed_asyncflow.config.host_memory import memory_bytes
+from mindspeed_asyncflow.config.machine import _multiplies_bfloat16
 from mindspeed_asyncflow.config.model import describe
 from tests.config.test_checks import BOX, TINY, errors
 
@@ -33,6 +36,28 @@ def test_shared_devices_count_once():
     assert errors(npu, *COLOCATED, machine=NPUS) == {}
     assert errors(npu, *LEND, machine=NPUS) == {}
     assert "5 NPUs wanted" in errors(npu, *LEND, "rollout.replicas=3", machine=NPUS)["run.platform"]
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "fast"),
+    [
+        ("flags\t\t: fpu avx2 fma\n", False),
+        ("processor : 0\nflags : avx2 avx512f avx512bw avx512vl avx512dq\n", True),
+        ("flags : avx2 avx_vnni avx_ne_convert\n", True),
+        ("Features\t: fp asimd\n", False),
+        ("Features\t: fp asimd bf16\n", True),
+        ("", True),
+    ],
+)
+def test_a_dtype_that_the_cpus_are_slow_with_is_a_warning_on_cpus_only(cpuinfo, fast):
+    box = replace(BOX, bfloat16=_multiplies_bfloat16(cpuinfo))
+    slow = {
+        f.keys for f in check(parse_config("", ["model.dtype=bfloat16"]), box, TINY) if "tens of times" in f.message
+    }
+    assert slow == (set() if fast else {("model.dtype",)})
+    for settings, machine in ((["model.dtype=float32"], box), (["model.dtype=bfloat16", "run.platform=npu"], NPUS)):
+        found = check(parse_config("", settings), replace(machine, bfloat16=False), TINY)
+        assert not [f for f in found if "tens of times" in f.message]
 
 
 def test_cpus_that_are_wanted_are_the_sum_of_what_is_listed():

@@ -2,14 +2,19 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 
 from mindspeed_asyncflow.config import describe_keys, parse_config
+from mindspeed_asyncflow.config.checks import check
+from mindspeed_asyncflow.config.machine import Machine
 from mindspeed_asyncflow.observe.bottleneck import MOST_LAG, Sizes, averaged, bottleneck, kind, whole_run
 
 ONE_NODE = Sizes(replicas=2, data_parallel=2)
-DRIVEN = Sizes.of(parse_config("service: {prompts: client, rewards: client}"))
+BOX = Machine(cpus=2, npus=0, memory_bytes=1 << 36, free_memory_bytes=1 << 36, shm_bytes=1 << 34, disk_bytes=1 << 40)
+NODE = replace(BOX, npus=16)
+DRIVEN = Sizes.of(parse_config("service: {prompts: client, rewards: client}"), NODE)
 
 
 def said(trainer, rollout, sizes=ONE_NODE, **more):
@@ -97,12 +102,42 @@ def test_every_setting_that_is_advised_exists():
 
 def test_sizes_are_those_of_the_settings():
     config = parse_config('{"rollout": {"replicas": 24}, "trainer": {"data_parallel": 8}, "reward": {"workers": 3}}')
-    sizes = Sizes.of(config)
+    sizes = Sizes.of(config, NODE)
     per_node = config.cluster.device.devices_per_node
     assert (sizes.replicas, sizes.data_parallel, sizes.scorers, sizes.max_lag) == (24, 8, 3, 1)
     assert sizes.nodes == -(-32 // per_node)
     turns = config.model_copy(update={"workflow": config.workflow.model_copy(update={"schedule": "colocated"})})
-    assert Sizes.of(turns).shared and Sizes.of(turns).nodes == -(-8 // per_node)
+    assert Sizes.of(turns, NODE).shared and Sizes.of(turns, NODE).nodes == -(-8 // per_node)
+
+
+@pytest.mark.parametrize("cpus", range(1, 9))
+def test_what_is_advised_on_cpus_never_lets_processes_take_turns(cpus):
+    """Whatever is said to be tried, `asyncflow check` has no warning about CPUs for it."""
+    box = replace(BOX, cpus=cpus)
+    for ranks, tensor, replicas, threads, shares in itertools.product(
+        (1, 2, 3), (1, 2), (1, 2), (1, 2), ((0.3, 0.0), (0.0, 0.3), (0.3, 0.15), (0.15, 0.3))
+    ):
+        settings = [f"trainer.data_parallel={ranks}", f"trainer.tensor_parallel={tensor}", f"rollout.threads={threads}"]
+        config = parse_config(f"rollout: {{replicas: {replicas}}}", settings)
+        sentence = said(*shares, Sizes.of(config, box))
+        advised = re.findall(r"((?:trainer|rollout)\.\w+) (\d+)", sentence)
+        tried = parse_config(f"rollout: {{replicas: {replicas}}}", [*settings, *(f"{k}={v}" for k, v in advised)])
+        warned = [f for f in check(tried, box) if "CPUs wanted" in f.message]
+        assert not (advised and warned), (settings, sentence, warned)
+        if not advised:
+            assert "max_lag" in sentence or sentence.endswith(
+                ("no CPUs for more replicas", "no CPUs for more trainer ranks")
+            )
+
+
+def test_on_two_cpus_a_rank_and_a_replica_are_all_and_on_npus_cpus_do_not_count():
+    config = parse_config("{}")
+    assert said(0.0, 0.21, Sizes.of(config, BOX)) == (
+        "trainer-bound: rollout waits 21 %; the machine has no CPUs for more trainer ranks"
+    )
+    assert kind(said(0.0, 0.21, Sizes.of(config, BOX))) == "trainer-bound"
+    for sizes in (Sizes.of(config, NODE), Sizes.of(config, replace(BOX, cpus=3))):
+        assert said(0.0, 0.21, sizes) == "trainer-bound: rollout waits 21 %; try trainer.data_parallel 2"
 
 
 def test_steps_are_averaged_over_those_that_have_a_value():

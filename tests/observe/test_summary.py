@@ -102,12 +102,36 @@ def test_words_of_an_interrupted_run_point_to_no_error(tmp_path):
     assert "error" not in words and "log.txt" not in words and "report.html" in words
 
 
-def test_a_run_that_ended_early_says_how_it_goes_on_where_it_has_a_checkpoint(tmp_path):
+def test_a_run_that_ended_early_says_how_it_goes_on_or_that_its_steps_are_lost(tmp_path):
     stopped = GOOD | {"error": "Interrupted: stopped by a signal"}
     assert "To go on" not in closing_words(stopped, tmp_path)
+    assert "these steps are lost; trainer.save_every" in closing_words(stopped, tmp_path)
+    assert "are lost" not in closing_words(stopped | {"steps": 0}, tmp_path) + closing_words(GOOD, tmp_path)
     (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
     assert closing_words(stopped, tmp_path).endswith(f"the same command with --run-folder {tmp_path}")
     assert "To go on" not in closing_words(GOOD, tmp_path)
+
+
+def test_words_of_a_run_that_went_on_tell_which_steps_took_its_seconds():
+    again = GOOD | {"steps_before": 48}
+    assert closing_words(again).startswith("Trained the policy for 60 steps, the last 12 in 2 min 04 s.")
+    failed = closing_words(again | {"error": "WorkerLost: rollout0 died"})
+    assert failed.startswith("The run FAILED after 60 steps, the last 12 in 2 min 04 s: WorkerLost")
+    stopped = closing_words(again | {"error": "Interrupted: stopped by a signal", "steps_before": 60})
+    assert stopped.startswith("Stopped by a signal after 60 steps, none of them in the last 2 min 04 s.")
+
+
+def test_the_difference_in_bfloat16_has_its_reason_and_its_limit_beside_it():
+    limit = {"rollout_train_logprob_gap_limit": 0.5, "rollout_train_logprob_gap_max": 0.19}
+    words = closing_words(GOOD | limit | {"dtype": "bfloat16"})
+    said = "rounding in bfloat16 (model.dtype) gives up to about 0.3, and above 0.5 a run stops."
+    assert f"differ by at most 1.9e-01 nat per token; {said}" in words
+    assert "nat per token." in closing_words(GOOD | limit | {"dtype": "float32"})
+
+
+def test_words_of_a_run_without_a_step_have_no_evaluation():
+    assert "Greedy answers" in closing_words(GOOD | {"heldout_first": 0.3})
+    assert "Greedy answers" not in closing_words(GOOD | {"heldout_first": 0.97, "steps": 0})
 
 
 def test_durations_read_like_speech():

@@ -156,7 +156,7 @@ def test_a_run_that_has_its_steps_is_complete_and_more_steps_go_on(run):
     folder, settings = run
     checkpoint(folder, 10, settings)
     ends(folder)
-    assert choose(settings, folder.path).complete == "10 of 10 steps are trained (trainer.steps)"
+    assert choose(settings, folder.path).complete == "10 steps are trained, and trainer.steps is 10"
     assert choose(config(trainer={"steps": 11}), folder.path).complete == ""
 
 
@@ -224,3 +224,14 @@ def test_a_driver_has_the_folder_before_it_chooses_a_checkpoint(run, tmp_path, m
             pass
     with start.folder.locked(), pytest.raises(ConfigError, match="in use"), resuming.begin(settings, start.folder.path):
         pass
+
+
+def test_latest_names_the_run_that_began_or_went_on_last_among_those_of_the_folder(tmp_path):
+    runs = Config.model_validate({"run": {"folder": str(tmp_path / "runs")}})
+    latest = tmp_path / "runs" / "latest"
+    for name in ("one", "two", "one", "latest"):
+        with resuming.begin(runs, tmp_path / "runs" / name) as start:
+            assert latest.resolve().name == (name if name != "latest" else "one") == start.folder.path.resolve().name
+    with resuming.begin(runs, tmp_path / "elsewhere"):
+        pass
+    assert latest.resolve().name == "one" and not (tmp_path / "latest").exists()

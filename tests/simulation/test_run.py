@@ -1,12 +1,17 @@
 """Runs whose right answer is known: two stages, constant lengths, no noise."""
 
+import io
+import re
+
 import numpy as np
 import pytest
 
 from mindspeed_asyncflow.config.load import parse_config
 from mindspeed_asyncflow.planner.costs import Costs
+from mindspeed_asyncflow.simulation.compare import words
 from mindspeed_asyncflow.simulation.run import simulate
 from mindspeed_asyncflow.simulation.schedules import NAMED, named, random_schedule
+from mindspeed_asyncflow.simulation.telling import SimProgress
 
 # Every answer has 100 tokens, a decoding step takes 0.01 s: a batch of answers takes 1 s, whatever its size.
 BASE = """
@@ -117,6 +122,56 @@ def test_throughput_counts_prompts_and_answers_of_trained_samples():
     assert result.tokens_per_s == pytest.approx(16 * TOKENS / result.step_s)
     assert result.tokens_per_s_per_device == pytest.approx(result.tokens_per_s / 16)
     assert result.label == "simulated, not run on NPUs"
+
+
+class Told:
+    """In place of a `MetricsWriter`."""
+
+    def __init__(self):
+        self.steps = []
+
+    def write(self, step, metrics):
+        self.steps.append(metrics)
+
+
+def told(settings=(), **more):
+    """Result, metrics of each step and lines of a run."""
+    config, steps, lines = parse_config(BASE, ["workflow.groups_per_step=8", *settings]), Told(), io.StringIO()
+    progress = SimProgress(config.simulation.steps, lines, live=False)
+    result = simulate(config, costs(**more), metrics=steps, progress=progress)
+    return result, steps.steps, lines.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("settings", [["workflow.max_lag=1"], ["workflow.max_lag=3", "workflow.keep_versions=4"]])
+def test_the_lags_of_the_metrics_are_those_of_the_result(settings):
+    result, steps, lines = told(settings)
+    worst = sum(lag * rows for lag, rows in result.lag_histogram.items())
+    assert sum(m["staleness/worst_mean"] * m["samples_count"] for m in steps) == pytest.approx(worst)
+    assert max(m["staleness/worst_max"] for m in steps) == result.max_lag
+    assert {m["samples/masked"] for m in steps} == {0}
+    assert [f"lag {m['staleness/worst_max']:.0f} " in line for m, line in zip(steps, lines)] == [True] * 8
+
+
+def test_what_is_not_simulated_is_neither_written_nor_shown():
+    _, steps, lines = told()
+    names = {name for metrics in steps for name in metrics}
+    assert [n for n in names if n.startswith(("reward/", "score/", "actor/grad", "actor/lr", "actor/loss/"))] == []
+    assert {"timing_s/step", "staleness/worst_max", "idle/trainer", "perf/tokens_per_s"} <= names
+    assert not re.search(r"reward|loss|grad", " ".join(lines))
+
+
+def test_a_step_line_shows_simulated_seconds():
+    result, _, lines = told(train_s=600.0)
+    assert result.real_s < 60
+    assert lines[0].startswith("step 1/8  10 min 01 s simulated") and lines[-1].startswith(
+        "step 8/8  1 h 20 min simulated"
+    )
+
+
+def test_words_call_a_single_measured_step_the_last_one():
+    one, more = (words(run(settings=[f"simulation.steps={n}"]))[1] for n in (3, 4))
+    assert one == "3 steps, the last one took 1.0 s"
+    assert more == "4 steps, 1.0 s each after the first 2"
 
 
 @pytest.mark.slow

@@ -3,6 +3,10 @@
 import re
 from pathlib import Path
 
+from mindspeed_asyncflow.config import load_config
+from mindspeed_asyncflow.data.builtin_models import alphabet
+from mindspeed_asyncflow.data.char_tokenizer import make_char_tokenizer
+from mindspeed_asyncflow.data.tokenizers import set_chat_template
 from mindspeed_asyncflow.web import app, limits
 from mindspeed_asyncflow.web.app import make_app
 from mindspeed_asyncflow.web.security import OWNER, Tenants
@@ -35,6 +39,19 @@ def test_the_paths_of_the_page_are_those_of_the_schema(monkeypatch):
     make_app(FakeVerbs(), Tenants(None))
     paths = {path for path in found[0]["paths"] if path.startswith("/api/")}
     assert paths == {f"/api/{name}" for name in re.findall(r"/api/(\w+)", PAGE)}
+
+
+def test_the_question_of_the_page_about_completions_fits_into_the_prompts_of_its_server():
+    page = (ROOT / "docs" / "completions.md").read_text(encoding="utf-8")
+    (question,) = re.findall(r'"content": "([^"]+)"', page)
+    config_file, *settings = re.findall(r"asyncflow serve (\S+)|--set (\S+)", page.split("```python")[0])
+    config = load_config(ROOT / config_file[0], [setting for _, setting in settings])
+    tokenizer = make_char_tokenizer(alphabet(config.model.source.removeprefix("builtin:")))
+    set_chat_template(tokenizer, str(ROOT / config.data.chat_template))
+    words = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+    )
+    assert config.data.chat and len(tokenizer(words)["input_ids"]) <= config.data.max_prompt_tokens
 
 
 def test_the_limits_of_the_page_are_those_of_the_server():
