@@ -6,7 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MIB = 1 << 20
-_HEAD = ("task", "waiting", "ready", "claimed", "done", "groups", "claims", "rows", "mean wait", "longest", "again")
+_HEAD = (
+    "task",
+    "waiting",
+    "ready",
+    "claimed",
+    "done",
+    "groups",
+    "claims",
+    "rows",
+    "waited s/claim",
+    "longest wait s",
+    "again",
+)
 _RATES = ("claims/s", "rows/s")
 
 
@@ -75,9 +87,9 @@ def _task_row(
             f"{(claims - before.get('claims_granted', 0)) / max(seconds, 1e-9):.1f}",
             f"{(rows - before.get('rows_granted', 0)) / max(seconds, 1e-9):.1f}",
         )
-    mean = count.get("wait_s", 0.0) / claims if claims else 0.0
+    waited = count.get("wait_s", 0.0) / claims if claims else 0.0  # of all who asked, also those who went with nothing
     state = [str(states[name]) for name in ("waiting", "ready", "claimed", "done", "whole_groups")]
-    waits = (f"{mean * 1e3:.1f} ms", f"{count.get('longest_wait_s', 0.0):.2f} s", str(count.get("rows_redelivered", 0)))
+    waits = (f"{waited:.3f}", f"{count.get('longest_wait_s', 0.0):.3f}", str(count.get("rows_redelivered", 0)))
     return (task, *state, *moved, *waits)
 
 

@@ -1,8 +1,10 @@
 """What `asyncflow dock` shows of a running job, and says of one that is not running."""
 
 import json
+import re
 import threading
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from mindspeed_asyncflow.cli import main
 from mindspeed_asyncflow.dock.client import DockClient
 from mindspeed_asyncflow.dock.columns import GRPO_COLUMNS, grpo_tasks
 from mindspeed_asyncflow.dock.server import DockServer
+from mindspeed_asyncflow.errors import DeadlineExceeded
 from mindspeed_asyncflow.records import PromptRow
 
 SECRET = b"0123456789abcdef"
@@ -39,6 +42,25 @@ def test_rows_by_task_and_state_are_shown_pair_by_pair(job, capsys):
     header, rollout = (line.split() for line in shown.splitlines() if line.split()[0] in ("task", "rollout"))
     states = dict(zip(header, rollout))
     assert (states["waiting"], states["ready"], states["claimed"], states["done"]) == ("0", "2", "0", "0")
+
+
+def test_waits_are_shown_in_one_unit_under_what_they_measure(job, capsys):
+    folder, servers = job
+    addresses = [server.address for server in servers]
+    with DockClient(addresses, SECRET) as client:
+        (home,) = (
+            n for n, pair in enumerate(client.pairs()) if pair.stats()["partitions"].get("train", {}).get("rows")
+        )
+    with DockClient(addresses, SECRET, home=home) as client:
+        client.claim("rollout", 2, partition="train", worker="w", columns=("prompt_ids",))
+        for _ in range(2):
+            with pytest.raises(DeadlineExceeded):
+                client.claim("rollout", 2, partition="train", worker="w", columns=("prompt_ids",), timeout_s=0.2)
+    assert main(["dock", str(folder)]) == 0
+    shown = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    waits = [dict(zip(head, row)) for head, row in pairwise(shown) if head[0] == "task"]
+    held = next(row for row in waits if row["claims"] == "1")
+    assert 0.2 < float(held["longest wait s"]) < float(held["waited s/claim"]) < 30
 
 
 def test_json_has_one_object_per_pair(job, capsys):
