@@ -59,6 +59,7 @@ class Progress:
         self._drawn_at = -math.inf
         self._plain_at = -math.inf
         self._closed = False
+        self._inside = ""  # how far the step that runs has come
 
     def phase(self, text: str) -> None:
         """Something before, between or after the steps begins, e.g. `starting trainer`."""
@@ -70,6 +71,10 @@ class Progress:
             self._said(f"[{self._elapsed()}] {text} ...")
         self._draw(force=True)
 
+    def inside(self, scored: int, trained: int) -> None:
+        """How many answers were scored since the last step, and trained in the one that runs."""
+        self._inside = f", {scored} answers scored, {trained} trained"
+
     def resumed(self, steps: int) -> None:
         """So many steps were made by processes before this one."""
         self._done = steps
@@ -79,7 +84,7 @@ class Progress:
         now = self._clock()
         if self._phase:
             self.phase("")
-        self._done = step + 1
+        self._done, self._inside = step + 1, ""
         if self._first_step_at is None:
             self._first_step_at, self._first_step = now, self._done
         self._last_step_at = now
@@ -110,9 +115,11 @@ class Progress:
         now = self._clock()
         if self._live:
             self._draw()
-        elif self._phase and now - self._plain_at >= 3 * _PLAIN_EVERY_S:
+        elif (self._phase or self._inside) and now - self._plain_at >= 3 * _PLAIN_EVERY_S:
             self._plain_at = now
-            self._line(f"[{self._elapsed()}] {self._phase} ... {duration(now - self._phase_begin)}")
+            what = self._phase or f"step {self._done + 1}/{self._total}"
+            took = duration(now - (self._phase_begin if self._phase else self._last_step_at))
+            self._line(f"[{self._elapsed()}] {what} ... {took}{self._inside}")
 
     def note(self, text: str) -> None:
         """A line that stays, above the live block and in the log file."""
@@ -157,7 +164,7 @@ class Progress:
     def _block(self, width: int) -> list[str]:
         head = self._step_text() if self._done else f"step 0/{self._total}  {self._elapsed()}"
         if self._phase:
-            head += f"  {self._phase} ... {duration(self._clock() - self._phase_begin)}"
+            head += f"  {self._phase} ... {duration(self._clock() - self._phase_begin)}{self._inside}"
         bar_width = min(30, width - len(head) - 2)
         if bar_width >= 8:
             full = round(bar_width * min(1.0, self._done / max(1, self._total)))

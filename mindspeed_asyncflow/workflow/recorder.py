@@ -124,6 +124,7 @@ class StepRecorder:
         self._scores += [score for score in report.scores if not math.isnan(score)]
         for name, values in report.parts.items():
             self._of_scorers[name] += values
+        self.progress.inside(len(self._scores), len(self._step_rewards))
         for row, why in report.unscored.items():
             if why not in self._recent:
                 self._recent.append(why)
@@ -149,6 +150,7 @@ class StepRecorder:
         self._parts += [r.sums for r in reports]
         self._times["forward_backward"] += max(r.busy_s for r in reports)
         self._step_rewards += rewards.tolist()
+        self.progress.inside(len(self._scores), len(self._step_rewards))
         for group in np.unique(claim.group_ids):
             of_group = rewards[claim.group_ids == group]
             alone = self.config.algorithm.group_size == 1  # has nothing to differ from

@@ -70,6 +70,28 @@ def test_a_short_run_prints_every_step():
     assert len(stream.getvalue().splitlines()) == 5
 
 
+def test_a_long_step_says_every_fifteen_seconds_how_far_it_has_come():
+    progress, stream, clock = make(2, live=False)
+    progress.phase("training the first batch")
+    for seconds in range(1, 41):
+        clock.now += 1
+        progress.inside(8 * (seconds // 10), 4 * (seconds // 10))
+        progress.tick()
+    progress.step(0, METRICS)
+    for _ in range(16):
+        clock.now += 1
+        progress.tick()
+    assert "step 2/2 ..." not in stream.getvalue()  # nothing is known of it yet
+    progress.inside(16, 0)
+    progress.tick()
+    lines = stream.getvalue().splitlines()
+    assert [line for line in lines if "first batch ... " in line] == [
+        "[15 s] training the first batch ... 15 s, 8 answers scored, 4 trained",
+        "[30 s] training the first batch ... 30 s, 24 answers scored, 12 trained",
+    ]
+    assert lines[-1] == "[56 s] step 2/2 ... 16 s, 16 answers scored, 0 trained"
+
+
 def test_start_up_phases_are_named_and_timed_in_a_file():
     progress, stream, clock = make(live=False)
     progress.phase("starting trainer")
