@@ -22,7 +22,7 @@ from mindspeed_asyncflow.dock.memory import Memory
 from mindspeed_asyncflow.dock.node import Answer, DockNode
 from mindspeed_asyncflow.dock.partition import Partition
 from mindspeed_asyncflow.dock.peers import Peers
-from mindspeed_asyncflow.dock.stolen import as_shares, for_peers, team_of
+from mindspeed_asyncflow.dock.stolen import Lent, as_shares, for_peers, team_of
 from mindspeed_asyncflow.dock.wire import Message, Verb
 from mindspeed_asyncflow.errors import AsyncFlowError, DeadlineExceeded, DockError
 
@@ -53,6 +53,7 @@ class Member:
         self.peers = Peers(secret, watcher, self._stolen, self._groups)
         memory.start(self.node, self.peers, now, lease_s)
         self.journal, self.answers = memory.journal, memory.answers
+        self._lent = Lent(self.node.controller.leases)
         self.messages = 0  # frames that came in, from clients and from other pairs
         self._callers: dict[object, _Caller] = {}  # of calls that wait
         self._outcomes: list[tuple[object, Outcome]] = []
@@ -132,6 +133,10 @@ class Member:
         """The frame of an answer; it is kept for the case that its caller asks again, also after a restart."""
         body = reply.body if isinstance(reply, Answer) else reply
         frame = wire.frame(caller.verb, 0, caller.client, caller.request, body)
+        if caller.verb is Verb.DIVIDE:
+            self._lent.note(caller.connection, body["claim_ids"].tolist())
+        elif caller.verb is Verb.CLAIM and caller.message.get("forwarded"):
+            self._lent.note(caller.connection, [body["claim_id"]])
         if caller.verb not in _NOT_REMEMBERED:
             self.answers.keep((caller.client, caller.request), frame)
             # a claim ends with a restart, and is made anew; only what it dropped would be told to nobody
@@ -171,8 +176,13 @@ class Member:
         self.node.cancel(key)
 
     def connection_lost(self, connection: object, now: float) -> None:
+        """What was granted to another pair, and by nobody used, is offered again: nobody may have heard of it."""
         self.node.connection_lost(connection, now)
+        for claim_id in self._lent.take_unused(connection):
+            self.node.controller.release(claim_id, None, None, now)
+        self.node.settle(now)
         self._collect(now)
+        self.journal.flush()
 
     def serve_link(self, link: Link, now: float) -> None:
         """Something can be read from another pair, or sent to it."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
+from mindspeed_asyncflow.dock.leases import LeaseBook
 from mindspeed_asyncflow.dock.link import Reply
 from mindspeed_asyncflow.dock.node import DockNode
 from mindspeed_asyncflow.dock.partition import Grant
@@ -22,6 +23,30 @@ _LOCAL = ("key", "connection", "caller", "hold_end", "columns", "copy", "team", 
 def team_of(message: Message) -> Team | None:
     """The team of a claim."""
     return (message["partition"], message["task"], message["team"]) if message.get("team") else None
+
+
+class Lent:
+    """Claims that this pair has granted for consumers of other pairs, by the connection that took the answer away.
+
+    Until such a claim is used nobody knows whether its consumer has heard of it: the pair in between may be dead.
+    """
+
+    def __init__(self, leases: LeaseBook) -> None:
+        self._leases = leases
+        self._deadlines: dict[object, dict[int, float]] = {}  # by connection and claim, at the grant
+
+    def note(self, connection: object, claims: Iterable[int]) -> None:
+        kept = {n: deadline for n, deadline in self._deadlines.get(connection, {}).items() if self._unused(n, deadline)}
+        new = {n: self._leases.open[n].deadline for n in claims if n in self._leases.open}
+        self._deadlines[connection] = kept | new
+
+    def take_unused(self, connection: object) -> list[int]:
+        """Those of a connection that is gone."""
+        return [n for n, deadline in self._deadlines.pop(connection, {}).items() if self._unused(n, deadline)]
+
+    def _unused(self, claim: int, deadline: float) -> bool:
+        found = self._leases.open.get(claim)
+        return found is not None and found.deadline == deadline  # every use renews it
 
 
 def for_peers(message: Message) -> dict[str, Any]:

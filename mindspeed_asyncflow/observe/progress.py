@@ -117,7 +117,7 @@ class Progress:
             self._draw()
         elif (self._phase or self._inside) and now - self._plain_at >= 3 * _PLAIN_EVERY_S:
             self._plain_at = now
-            what = self._phase or f"step {self._done + 1}/{self._total}"
+            what = self._phase or f"in step {self._done + 1} of {self._total}"
             took = duration(now - (self._phase_begin if self._phase else self._last_step_at))
             self._line(f"[{self._elapsed()}] {what} ... {took}{self._inside}")
 

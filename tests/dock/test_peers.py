@@ -366,6 +366,43 @@ def test_a_grant_for_a_gathered_claim_that_is_lost_on_its_way_is_asked_for_again
     client.done(found[0].claim_id)
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+def test_what_a_dead_pair_had_been_granted_and_brought_nobody_is_offered_again_at_once(docks, put, gathered):
+    dock = docks(2, lease_s=600.0)
+    source, other = put(dock), dock.client(home=0)
+    taken = []
+    dock.member(1).peers._answer = lambda *grant: taken.append(grant)  # as one that froze before it could tell
+    how = {"partition": "p", "worker": "w", "at_least": 2 if gathered else 1}
+    lost = dock.client(home=1)
+
+    def ask() -> None:
+        with contextlib.suppress(AsyncFlowError):
+            lost.claim("make", 2, **how)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    dock.when(lambda: waiting(dock, 0, 1))
+    rows = source.on(0, 2)
+    dock.when(lambda: taken)
+    with pytest.raises(DeadlineExceeded):
+        other.claim("make", 2, partition="p", worker="v", timeout_s=0.0)
+    dock.lose(1)
+    assert sorted(other.claim("make", 2, partition="p", worker="v", at_least=2).rows) == sorted(rows)
+    asking.join(20)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_claim_that_is_used_outlives_the_pair_that_brought_it(docks, put, gathered):
+    dock = docks(2)
+    source, client = put(dock), dock.client(home=1)
+    rows = source.on(0, 2)
+    claim = client.claim("make", 2, partition="p", worker="w", at_least=2 if gathered else 1)
+    client.write(rows[:1], {"x": [np.ones(1, np.int32)]}, claim_id=claim.claim_id, done=True)
+    dock.lose(1)
+    dock.when(lambda: not dock.member(0).peers.links[1].up)
+    source.pairs[0].done(claim.claim_id)
+
+
 # -- teams -------------------------------------------------------------------------------------------------------------
 
 

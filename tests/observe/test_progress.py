@@ -81,7 +81,7 @@ def test_a_long_step_says_every_fifteen_seconds_how_far_it_has_come():
     for _ in range(16):
         clock.now += 1
         progress.tick()
-    assert "step 2/2 ..." not in stream.getvalue()  # nothing is known of it yet
+    assert "in step 2" not in stream.getvalue()  # nothing is known of it yet
     progress.inside(16, 0)
     progress.tick()
     lines = stream.getvalue().splitlines()
@@ -89,7 +89,7 @@ def test_a_long_step_says_every_fifteen_seconds_how_far_it_has_come():
         "[15 s] training the first batch ... 15 s, 8 answers scored, 4 trained",
         "[30 s] training the first batch ... 30 s, 24 answers scored, 12 trained",
     ]
-    assert lines[-1] == "[56 s] step 2/2 ... 16 s, 16 answers scored, 0 trained"
+    assert lines[-1] == "[56 s] in step 2 of 2 ... 16 s, 16 answers scored, 0 trained"
 
 
 def test_start_up_phases_are_named_and_timed_in_a_file():
