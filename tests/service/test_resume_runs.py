@@ -75,7 +75,7 @@ def test_a_run_without_lag_that_goes_on_from_a_checkpoint_equals_the_uninterrupt
     before = contents(rest.folder)
     for _ in range(3):
         again = Folder(tmp_path / "rest", *settings)
-        assert again.wait() == 0 and "already complete: 6 of 6 steps" in again.text
+        assert again.wait() == 0 and "already complete: 6 steps are trained" in again.text
     assert contents(rest.folder) == before
 
 
