@@ -195,7 +195,10 @@ def test_a_signal_ends_every_process_within_15_s(tmp_path, number):
         assert "stopped by a signal" in job.summary["error"]
 
 
-@pytest.mark.parametrize("victim", ["rollout", "trainer", "dock", "driver"])
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("trainer", "dock")]
+
+
+@pytest.mark.parametrize("victim", ["rollout", *NIGHTLY, "driver"])
 def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(tmp_path, victim):
     """B47, B97: kill -9 after step 1, where nothing is replaced."""
     job = Job(tmp_path / "runs", DEFAULT, *ENDLESS, "faults.max_restarts=0")
@@ -243,6 +246,7 @@ def test_replicas_of_one_node_load_through_its_mirror_and_leave_nothing(tmp_path
     assert job.leftovers() == []
 
 
+@pytest.mark.nightly
 def test_lag_0_trains_the_same_weights_with_and_without_a_mirror(tmp_path):
     weights = []
     for relay in ("auto", "mirror"):

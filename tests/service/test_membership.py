@@ -34,6 +34,7 @@ def test_a_replica_that_is_killed_in_the_middle_costs_speed_and_no_sample(tmp_pa
     assert job.leftovers() == []
 
 
+@pytest.mark.nightly
 def test_the_only_replica_may_stand_still_for_a_moment_and_is_replaced_when_it_stays_frozen(tmp_path):
     """The run waits for the new process, which answers what the frozen one held."""
     job = Job(tmp_path / "runs", DEFAULT, *REFERENCE, "trainer.steps=10", "faults.heartbeat_s=5")

@@ -159,6 +159,7 @@ def audited(run):
     assert steps == list(range(steps[0], steps[-1] + 1))  # those before are in the other run's folder
 
 
+@pytest.mark.nightly
 def test_critic_reference_and_pairs_are_struck_also_while_a_checkpoint_is_written(tmp_path):
     settings = ["trainer.steps=100000", "trainer.save_every=10", "dock.pairs=2", "algorithm.kl_coef=0.01"]
     run = Run(tmp_path / "run", PPO, *settings)
@@ -178,6 +179,7 @@ def test_critic_reference_and_pairs_are_struck_also_while_a_checkpoint_is_writte
     audited(run)
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_after_rays_head_and_in_a_new_folder_and_is_struck_at_its_last_checkpoint(tmp_path):
     """Two drivers end with Ray's head, and leave nothing. The second run has no checkpoint of its own, only that of the
     first one, when its trainer dies and when the same command starts it again."""
