@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import secrets
@@ -176,7 +177,8 @@ class Link:
     def _send(self, frame: bytes) -> None:
         self._outbox.append(frame)
         if self._socket is not None and self._greeted:
-            self._flush()
+            with contextlib.suppress(OSError):  # the other pair has just died: `serve` hears of that and closes
+                self._flush()
 
     def _flush(self) -> None:
         assert self._socket is not None

@@ -11,6 +11,7 @@ import pytest
 
 from mindspeed_asyncflow.dock import peers
 from mindspeed_asyncflow.dock.homes import named_home
+from mindspeed_asyncflow.dock.link import Link
 from mindspeed_asyncflow.dock.pair import PairClient
 from mindspeed_asyncflow.dock.server import DockServer
 from mindspeed_asyncflow.dock.wire import Message, Verb
@@ -413,6 +414,29 @@ def team_home(pairs: int, away: bool) -> tuple[str, int, int]:
         if home == 0:
             return f"t{n}", 0, 1 if away else 0
     raise AssertionError("no name has its home on pair 0")
+
+
+class Reset:
+    """A socket of a peer that has died."""
+
+    def recv(self, size):
+        raise ConnectionResetError
+
+    send = recv
+
+    def close(self):
+        pass
+
+
+def test_a_call_of_a_pair_that_has_just_died_is_no_error_of_the_caller_and_is_answered_when_that_is_noticed():
+    changed, answers = [], []
+    watcher = type("Watcher", (), {"watch_link": lambda *a: None, "unwatch_link": lambda *a: None})()
+    link = Link(1, "127.0.0.1:1", b"", watcher, changed.append)
+    link._socket, link._greeted, link.up = Reset(), True, True
+    link.call(Verb.CANCEL, {"request": 1}, answers.append)
+    assert not changed and not answers  # outside of any call
+    link.serve()
+    assert changed == [link] and link.down and isinstance(answers[0], WorkerLost)
 
 
 class Wire:
